@@ -1,7 +1,7 @@
 """Every error that input, peers or resources can cause, each with a stable code.
 
-The code is what clients, logs, metrics and redis records see. `retryable` says whether the same request may succeed if it
-is tried again, elsewhere or later. Our own bugs are `assert`s, not members of this family.
+The code is what clients, logs, metrics and redis records see. `retryable` says whether the same request may succeed if
+it is tried again, elsewhere or later. Our own bugs are `assert`s, not members of this family.
 """
 
 from __future__ import annotations
@@ -15,7 +15,9 @@ class PdServeError(Exception):
     code: ClassVar[str] = "internal"
     retryable: ClassVar[bool] = False
 
-    def __init__(self, message: str, *, field: str | None = None, retry_after_s: float | None = None, **details: str) -> None:
+    def __init__(
+        self, message: str, *, field: str | None = None, retry_after_s: float | None = None, **details: str
+    ) -> None:
         super().__init__(message)
         self.message = message
         self.field = field
@@ -130,8 +132,8 @@ def _all_errors(base: type[PdServeError]) -> list[type[PdServeError]]:
     return [base, *(e for sub in base.__subclasses__() for e in _all_errors(sub))]
 
 
-def error_from_code(code: str, message: str, **kwargs: str) -> PdServeError:
+def error_from_code(code: str, message: str) -> PdServeError:
     """The error a peer reported by `code`; an InternalError for a code this version does not know."""
     by_code = {e.code: e for e in reversed(_all_errors(PdServeError))}
     kind = by_code.get(code, InternalError)
-    return (InternalError if kind is PdServeError else kind)(message, **kwargs)
+    return (InternalError if kind is PdServeError else kind)(message)

@@ -1,8 +1,8 @@
 """The shape of KV memory, and the narrow view of it that the transfer layer gets.
 
-The pool is block-major: block `b` of a worker is one contiguous range of `[num_layers, 2 (K, V), num_kv_heads, ...]`, so a
-whole block, a run of layers inside it, and a run of heads inside one layer's K or V are each one contiguous piece. The
-order of the last two axes (tokens, head_dim) is the engine's business and part of the layout.
+The pool is block-major: block `b` of a worker is one contiguous range of `[num_layers, 2 (K, V), num_kv_heads, ...]`,
+so a whole block, a run of layers inside it, and a run of heads inside one layer's K or V are each one contiguous piece.
+The order of the last two axes (tokens, head_dim) is the engine's business and part of the layout.
 """
 
 from __future__ import annotations

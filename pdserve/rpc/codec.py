@@ -1,0 +1,212 @@
+"""Conversion between the shared dataclasses and their protobuf messages. The only place that knows both."""
+
+from __future__ import annotations
+
+import time
+
+from pdserve.errors import InvalidRequestError
+from pdserve.kv_layout import DTYPE_NBYTES, KvLayout
+from pdserve.rpc.v1 import common_pb2 as pb
+from pdserve.rpc.v1 import worker_pb2
+from pdserve.types import DecodeTarget, FinishReason, GenerationJob, Role, SamplingParams, WorkerStats
+from pdserve.worker_info import WorkerInfo
+
+_FINISH_TO_PROTO = {
+    None: pb.FINISH_REASON_UNSPECIFIED,
+    FinishReason.STOP: pb.FINISH_REASON_STOP,
+    FinishReason.LENGTH: pb.FINISH_REASON_LENGTH,
+}
+_FINISH_FROM_PROTO = {v: k for k, v in _FINISH_TO_PROTO.items()}
+
+
+def finish_to_proto(reason: FinishReason | None) -> pb.FinishReason.ValueType:
+    """None becomes UNSPECIFIED."""
+    return _FINISH_TO_PROTO[reason]
+
+
+def finish_from_proto(value: pb.FinishReason.ValueType) -> FinishReason | None:
+    """UNSPECIFIED becomes None. Raises InvalidRequestError for a value of a newer version."""
+    try:
+        return _FINISH_FROM_PROTO[value]
+    except KeyError:
+        raise InvalidRequestError(f"finish_reason: unknown value {value}", field="finish_reason") from None
+
+
+def job_to_proto(job: GenerationJob, now: float | None = None) -> pb.GenerationJob:
+    """The deadline travels as seconds left, so that clocks need not agree. `now` is `time.monotonic()`."""
+    left = 0.0
+    if job.deadline is not None:
+        # 0 means "none" on the wire; a deadline that has passed must not turn into none.
+        left = max(job.deadline - (time.monotonic() if now is None else now), 1e-6)
+    return pb.GenerationJob(
+        request_id=job.request_id,
+        attempt=job.attempt,
+        router_id=job.router_id,
+        token_ids=job.token_ids,
+        num_prompt_tokens=job.num_prompt_tokens,
+        max_new_tokens=job.max_new_tokens,
+        min_new_tokens=job.min_new_tokens,
+        stop_token_ids=job.stop_token_ids,
+        temperature=job.sampling.temperature,
+        top_k=job.sampling.top_k,
+        top_p=job.sampling.top_p,
+        min_p=job.sampling.min_p,
+        seed=job.sampling.seed,
+        deadline_s=left,
+    )
+
+
+def job_from_proto(message: pb.GenerationJob, now: float | None = None) -> GenerationJob:
+    """Raises InvalidRequestError if the message contradicts itself; token ids are checked against the model later."""
+    if not message.request_id:
+        raise InvalidRequestError("job.request_id is empty", field="job.request_id")
+    if not 0 < message.num_prompt_tokens <= len(message.token_ids):
+        raise InvalidRequestError(
+            f"job.num_prompt_tokens is {message.num_prompt_tokens} for {len(message.token_ids)} token ids",
+            field="job.num_prompt_tokens",
+        )
+    if message.max_new_tokens <= len(message.token_ids) - message.num_prompt_tokens:
+        raise InvalidRequestError(
+            f"job.max_new_tokens is {message.max_new_tokens}, which leaves nothing to generate",
+            field="job.max_new_tokens",
+        )
+    deadline = None
+    if message.deadline_s:
+        deadline = (time.monotonic() if now is None else now) + message.deadline_s
+    return GenerationJob(
+        request_id=message.request_id,
+        attempt=message.attempt,
+        router_id=message.router_id,
+        token_ids=tuple(message.token_ids),
+        num_prompt_tokens=message.num_prompt_tokens,
+        max_new_tokens=message.max_new_tokens,
+        min_new_tokens=message.min_new_tokens,
+        stop_token_ids=tuple(message.stop_token_ids),
+        sampling=SamplingParams(
+            temperature=message.temperature,
+            top_k=message.top_k,
+            top_p=message.top_p,
+            min_p=message.min_p,
+            seed=message.seed,
+        ),
+        deadline=deadline,
+    )
+
+
+def layout_to_proto(layout: KvLayout) -> pb.KvLayout:
+    """Field by field."""
+    return pb.KvLayout(
+        dtype=layout.dtype,
+        block_size=layout.block_size,
+        num_layers=layout.num_layers,
+        num_kv_heads=layout.num_kv_heads,
+        head_dim=layout.head_dim,
+        order=layout.order,
+    )
+
+
+def layout_from_proto(message: pb.KvLayout) -> KvLayout:
+    """Raises InvalidRequestError for a dtype or a size that no worker can have."""
+    if message.dtype not in DTYPE_NBYTES:
+        raise InvalidRequestError(f"kv_layout.dtype: unknown {message.dtype!r}", field="kv_layout.dtype")
+    for name in ("block_size", "num_layers", "num_kv_heads", "head_dim"):
+        value = {
+            "block_size": message.block_size,
+            "num_layers": message.num_layers,
+            "num_kv_heads": message.num_kv_heads,
+            "head_dim": message.head_dim,
+        }[name]
+        if value <= 0:
+            raise InvalidRequestError(f"kv_layout.{name}: must be positive, got {value}", field=f"kv_layout.{name}")
+    return KvLayout(
+        dtype=message.dtype,
+        block_size=message.block_size,
+        num_layers=message.num_layers,
+        num_kv_heads=message.num_kv_heads,
+        head_dim=message.head_dim,
+        order=message.order,
+    )
+
+
+def worker_info_to_proto(info: WorkerInfo) -> pb.WorkerInfo:
+    """Field by field."""
+    return pb.WorkerInfo(
+        worker_id=info.worker_id,
+        incarnation=info.incarnation,
+        role=info.role.value,
+        address=info.address,
+        model=info.model,
+        model_fingerprint=info.model_fingerprint,
+        kv_layout=layout_to_proto(info.kv_layout),
+        num_blocks=info.num_blocks,
+        max_model_len=info.max_model_len,
+        transports=info.transports,
+        version=info.version,
+    )
+
+
+def worker_info_from_proto(message: pb.WorkerInfo) -> WorkerInfo:
+    """Raises InvalidRequestError for an unknown role or an impossible layout."""
+    try:
+        role = Role(message.role)
+    except ValueError:
+        raise InvalidRequestError(f"worker role: unknown {message.role!r}", field="role") from None
+    return WorkerInfo(
+        worker_id=message.worker_id,
+        incarnation=message.incarnation,
+        role=role,
+        address=message.address,
+        model=message.model,
+        model_fingerprint=message.model_fingerprint,
+        kv_layout=layout_from_proto(message.kv_layout),
+        num_blocks=message.num_blocks,
+        max_model_len=message.max_model_len,
+        transports=tuple(message.transports),
+        version=message.version,
+    )
+
+
+def stats_to_proto(stats: WorkerStats) -> pb.WorkerStats:
+    """Field by field."""
+    return pb.WorkerStats(
+        num_waiting=stats.num_waiting,
+        num_running=stats.num_running,
+        num_transferring=stats.num_transferring,
+        queued_tokens=stats.queued_tokens,
+        blocks_in_use=stats.blocks_in_use,
+        blocks_total=stats.blocks_total,
+        prefill_tokens_total=stats.prefill_tokens_total,
+        generated_tokens_total=stats.generated_tokens_total,
+        kv_bytes_total=stats.kv_bytes_total,
+        failed_handoffs_total=stats.failed_handoffs_total,
+        steps_total=stats.steps_total,
+        draining=stats.draining,
+    )
+
+
+def stats_from_proto(message: pb.WorkerStats) -> WorkerStats:
+    """Field by field."""
+    return WorkerStats(
+        num_waiting=message.num_waiting,
+        num_running=message.num_running,
+        num_transferring=message.num_transferring,
+        queued_tokens=message.queued_tokens,
+        blocks_in_use=message.blocks_in_use,
+        blocks_total=message.blocks_total,
+        prefill_tokens_total=message.prefill_tokens_total,
+        generated_tokens_total=message.generated_tokens_total,
+        kv_bytes_total=message.kv_bytes_total,
+        failed_handoffs_total=message.failed_handoffs_total,
+        steps_total=message.steps_total,
+        draining=message.draining,
+    )
+
+
+def target_to_proto(target: DecodeTarget) -> worker_pb2.DecodeTarget:
+    """Field by field."""
+    return worker_pb2.DecodeTarget(worker_id=target.worker_id, incarnation=target.incarnation, address=target.address)
+
+
+def target_from_proto(message: worker_pb2.DecodeTarget) -> DecodeTarget:
+    """Field by field."""
+    return DecodeTarget(worker_id=message.worker_id, incarnation=message.incarnation, address=message.address)

@@ -1,0 +1,48 @@
+"""Who a worker process is: what its peers need to know to talk to it, and to decide that they must not."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from pdserve.kv_layout import KvLayout
+from pdserve.types import DecodeTarget, Role
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerInfo:
+    """Constant for the life of the process. Fields are explained in common.proto."""
+
+    worker_id: str
+    incarnation: str
+    role: Role
+    address: str
+    """host:port of the worker's gRPC server, as its peers reach it."""
+    model: str
+    model_fingerprint: str
+    kv_layout: KvLayout
+    num_blocks: int
+    max_model_len: int
+    transports: tuple[str, ...]
+    """KV transports it can speak, best first."""
+    version: str
+
+    @property
+    def max_kv_tokens(self) -> int:
+        """Tokens of the longest sequence that fits the model and this worker's KV pool."""
+        return min(self.max_model_len, self.num_blocks * self.kv_layout.block_size)
+
+    @property
+    def target(self) -> DecodeTarget:
+        """This worker as the destination of a hand-off."""
+        return DecodeTarget(worker_id=self.worker_id, incarnation=self.incarnation, address=self.address)
+
+    def incompatibilities(self, other: WorkerInfo) -> list[str]:
+        """Why KV of one must not be read by the other, each as "field ours != theirs"; empty if it may."""
+        problems = [f"kv_layout.{d}" for d in self.kv_layout.differences(other.kv_layout)]
+        if self.model != other.model:
+            problems.append(f"model {self.model!r} != {other.model!r}")
+        if self.model_fingerprint != other.model_fingerprint:
+            problems.append(f"model_fingerprint {self.model_fingerprint!r} != {other.model_fingerprint!r}")
+        if not set(self.transports) & set(other.transports):
+            problems.append(f"transports {list(self.transports)} and {list(other.transports)} have none in common")
+        return problems
