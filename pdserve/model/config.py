@@ -1,0 +1,70 @@
+"""What a model is, whichever file it came from: the numbers the forward pass, the KV layout and the stop rules need."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from pdserve.model.fields import Fields
+
+MAX_LAYERS = 1024
+"""More than any published model; keeps a damaged file from sending loops over layers astray."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelConfig:
+    """A decoder-only transformer of the Llama architecture.
+
+    RMSNorm before attention and MLP, rotary embedding over the whole head in the half-split order, grouped-query
+    attention, SiLU-gated MLP, no biases.
+    """
+
+    architecture: str
+    """Which forward pass this is. "llama" is the only one, and also covers Mistral without a sliding window."""
+    vocab_size: int
+    """Rows of the embedding and of the LM head: every token id is below it."""
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    """Query heads."""
+    num_kv_heads: int
+    """Key and value heads; `num_heads` is a multiple of it."""
+    head_dim: int
+    """Not necessarily hidden_size / num_heads."""
+    rms_norm_eps: float
+    rope_theta: float
+    max_position_embeddings: int
+    """Longest sequence, prompt and output together, in tokens."""
+    tie_word_embeddings: bool
+    """The embedding is also the LM head, and there is no `lm_head.weight`."""
+    bos_token_id: int | None
+    eos_token_ids: tuple[int, ...]
+    """Every id that ends the output by default, without repeats; may be empty."""
+
+    @property
+    def q_size(self) -> int:
+        """Width of the queries of one token, all heads."""
+        return self.num_heads * self.head_dim
+
+    @property
+    def kv_size(self) -> int:
+        """Width of the keys, and of the values, of one token, all heads."""
+        return self.num_kv_heads * self.head_dim
+
+    def require_consistent(self, fields: Fields, keys: Mapping[str, str]) -> None:
+        """Raise ModelLoadError if the numbers contradict each other.
+
+        `fields` is the file they came from, and `keys` maps names of this class to the file's own, for the message.
+        """
+        if self.num_layers > MAX_LAYERS:
+            fields.fail(keys["num_layers"], f"is {self.num_layers}; at most {MAX_LAYERS} layers are supported")
+        if self.num_heads % self.num_kv_heads:
+            fields.fail(keys["num_heads"], f"is {self.num_heads}, not a multiple of the {self.num_kv_heads} KV heads")
+        if self.head_dim % 2:
+            fields.fail(keys["head_dim"], f"is {self.head_dim}; rotary embedding needs an even head size")
+        if self.bos_token_id is not None and self.bos_token_id >= self.vocab_size:
+            fields.fail(keys["bos_token_id"], f"is {self.bos_token_id}, outside the vocabulary of {self.vocab_size}")
+        for token_id in self.eos_token_ids:
+            if token_id >= self.vocab_size:
+                fields.fail(keys["eos_token_ids"], f"has {token_id}, outside the vocabulary of {self.vocab_size}")

@@ -1,0 +1,121 @@
+"""Any of the tiny checkpoints as a GGUF file, written by the `gguf` package as llama.cpp's converter would.
+
+Reads the Hugging Face directory through the `safetensors` package and json, not through pdserve's own readers, so that
+comparing the two formats tests both.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import numpy.typing as npt
+from safetensors.numpy import load_file
+
+from pdserve.testing.tiny_tokenizers import SPECIAL_TOKENS, UNK
+
+_TENSORS = {
+    "model.embed_tokens": "token_embd",
+    "model.norm": "output_norm",
+    "lm_head": "output",
+    "input_layernorm": "attn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "post_attention_layernorm": "ffn_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+}
+
+
+def write_gguf(
+    hf_dir: Path,
+    out: Path,
+    *,
+    weight_type: str = "F32",
+    with_tokenizer: bool = True,
+    extra_tensors: Mapping[str, npt.NDArray[np.float32]] | None = None,
+) -> Path:
+    """Convert a directory with float32 or float16 weights; returns `out`.
+
+    `weight_type` is what matrices are stored as: F32, F16, BF16, Q8_0, Q4_0 or Q4_1. Norms stay F32. Only byte-level
+    tokenizers can be included. `extra_tensors` are stored under the names given, as they are.
+    """
+    config = json.loads((hf_dir / "config.json").read_text("utf-8"))
+    generation = json.loads((hf_dir / "generation_config.json").read_text("utf-8"))
+    writer = gguf.GGUFWriter(out, "llama")
+    writer.add_name(hf_dir.name)
+    writer.add_block_count(config["num_hidden_layers"])
+    writer.add_context_length(config["max_position_embeddings"])
+    writer.add_embedding_length(config["hidden_size"])
+    writer.add_feed_forward_length(config["intermediate_size"])
+    writer.add_head_count(config["num_attention_heads"])
+    writer.add_head_count_kv(config["num_key_value_heads"])
+    writer.add_key_length(config["head_dim"])
+    writer.add_value_length(config["head_dim"])
+    writer.add_rope_dimension_count(config["head_dim"])
+    writer.add_rope_freq_base(config["rope_theta"])
+    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    writer.add_vocab_size(config["vocab_size"])
+    writer.add_bos_token_id(config["bos_token_id"])
+    eos_token_ids = generation["eos_token_id"] or ()
+    for add, token_id in zip((writer.add_eos_token_id, writer.add_eot_token_id), eos_token_ids, strict=False):
+        add(token_id)
+    if with_tokenizer:
+        _add_tokenizer(writer, hf_dir)
+    for file in sorted(hf_dir.glob("*.safetensors")):
+        for name, w in load_file(file).items():
+            _add_tensor(writer, name, w, config, gguf.GGMLQuantizationType[weight_type])
+    for name, w in (extra_tensors or {}).items():
+        writer.add_tensor(name, w)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return out
+
+
+def _add_tensor(
+    writer: gguf.GGUFWriter,
+    name: str,
+    w: npt.NDArray[Any],
+    config: dict[str, Any],
+    weight_type: gguf.GGMLQuantizationType,
+) -> None:
+    base = name.removesuffix(".weight")
+    heads = {"q_proj": config["num_attention_heads"], "k_proj": config["num_key_value_heads"]}.get(base.split(".")[-1])
+    w = w.astype(np.float32)
+    if heads is not None:
+        # From the half-split to the interleaved order of rotary pairs, as llama.cpp stores them.
+        w = w.reshape(heads, 2, w.shape[0] // heads // 2, w.shape[1]).swapaxes(1, 2).reshape(w.shape)
+    if base.startswith("model.layers."):
+        _, _, layer, part = base.split(".", 3)
+        gguf_name = f"blk.{layer}.{_TENSORS[part]}.weight"
+    else:
+        gguf_name = f"{_TENSORS[base]}.weight"
+    stored_type = weight_type if w.ndim == 2 else gguf.GGMLQuantizationType.F32
+    writer.add_tensor(gguf_name, gguf.quants.quantize(w, stored_type), raw_dtype=stored_type)
+
+
+def _add_tokenizer(writer: gguf.GGUFWriter, hf_dir: Path) -> None:
+    tokenizer = json.loads((hf_dir / "tokenizer.json").read_text("utf-8"))
+    config = json.loads((hf_dir / "tokenizer_config.json").read_text("utf-8"))
+    vocab: dict[str, int] = tokenizer["model"]["vocab"]
+    if tokenizer["decoder"]["type"] != "ByteLevel":
+        raise ValueError(f"{hf_dir}: only byte-level tokenizers can be written to GGUF")
+    tokens = sorted(vocab, key=vocab.__getitem__)
+    control = {*SPECIAL_TOKENS, UNK}
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("gpt-2")
+    writer.add_token_list(tokens)
+    writer.add_token_types([gguf.TokenType.CONTROL if t in control else gguf.TokenType.NORMAL for t in tokens])
+    writer.add_token_merges([" ".join(m) for m in tokenizer["model"]["merges"]])
+    writer.add_add_bos_token(tokenizer["post_processor"] is not None)
+    if "chat_template" in config:
+        writer.add_chat_template(config["chat_template"])
