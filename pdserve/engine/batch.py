@@ -1,0 +1,167 @@
+"""The packed batch of one forward pass, and how scheduled chunks become one.
+
+A prefill chunk is a sequence with many query tokens, a decode step one with a single query token. All of them lie
+back to back in one ragged batch, so every kind of step is the same code with other numbers. Everything here is numpy:
+an engine moves it to its device. Building a batch touches no token in Python.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import numpy.typing as npt
+
+from pdserve.types import GenerationJob, SamplingParams
+
+GREEDY_TEMPERATURE = 1e-5
+"""At and below this a row is greedy: dividing by less only lets noise decide between logits that rounding separates."""
+
+IntArray = npt.NDArray[np.int32]
+LongArray = npt.NDArray[np.int64]
+FloatArray = npt.NDArray[np.float32]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampleRequest:
+    """How to draw the token that follows a chunk."""
+
+    params: SamplingParams
+    forbidden_token_ids: tuple[int, ...] = ()
+    """Ids that must not be drawn."""
+
+    @classmethod
+    def for_job(cls, job: GenerationJob, output_index: int) -> SampleRequest:
+        """The request for output token number `output_index` (from 0) of `job`: no stop id before `min_new_tokens`."""
+        forbidden = job.stop_token_ids if output_index < job.min_new_tokens else ()
+        return cls(params=job.sampling, forbidden_token_ids=forbidden)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SequenceChunk:
+    """The tokens of one sequence that one forward pass computes."""
+
+    token_ids: Sequence[int] | IntArray
+    """The new tokens; at least one."""
+    start_position: int
+    """Position of the first of them; the K/V of all earlier positions is already in the blocks."""
+    block_table: Sequence[int] | IntArray
+    """Blocks of the sequence in order of position; they must reach to the end of the chunk."""
+    sample: SampleRequest | None = None
+    """How to draw the next token; None while more of the prompt is to come."""
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class SamplingBatch:
+    """Sampling parameters as columns: entry i belongs to entry i of `Batch.logit_rows`, R entries in all."""
+
+    temperature: FloatArray
+    """[R]; 0 is greedy, and so is everything up to `GREEDY_TEMPERATURE`."""
+    top_k: IntArray
+    """[R]; 0 keeps all."""
+    top_p: FloatArray
+    """[R]"""
+    min_p: FloatArray
+    """[R]"""
+    seed: npt.NDArray[np.uint64]
+    """[R]"""
+    positions: LongArray
+    """[R] position in its sequence of the token to draw."""
+    forbidden_rows: LongArray
+    """[F] entries (in 0..R-1) of `forbidden_ids`: pairs, as rows rarely forbid anything."""
+    forbidden_ids: LongArray
+    """[F] token ids that must not be drawn for the entry."""
+
+    def __len__(self) -> int:
+        return len(self.temperature)
+
+    @cached_property
+    def is_greedy(self) -> npt.NDArray[np.bool_]:
+        """[R] whether the most likely token is taken."""
+        return self.temperature <= np.float32(GREEDY_TEMPERATURE)
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Batch:
+    """One ragged forward pass over `num_seqs` sequences with `num_tokens` query tokens in all."""
+
+    token_ids: IntArray
+    """[num_tokens], sequences back to back."""
+    positions: IntArray
+    """[num_tokens] position of each token in its sequence."""
+    cu_seqlens: IntArray
+    """[num_seqs + 1]; query tokens of sequence i are cu_seqlens[i]:cu_seqlens[i + 1]."""
+    slot_mapping: LongArray
+    """[num_tokens] where the K/V of each token goes: block * block_size + offset in the block."""
+    block_tables: IntArray
+    """[num_seqs, max_blocks]; entries past a sequence's own blocks are 0 and mean nothing."""
+    context_lens: IntArray
+    """[num_seqs] tokens of each sequence, this chunk included."""
+    logit_rows: IntArray
+    """[R] query tokens, ascending, whose logits are needed. At most one per sequence today."""
+    sampling: SamplingBatch
+
+    @property
+    def num_tokens(self) -> int:
+        """Query tokens."""
+        return len(self.token_ids)
+
+    @property
+    def num_seqs(self) -> int:
+        """Sequences."""
+        return len(self.context_lens)
+
+
+def build_batch(chunks: Sequence[SequenceChunk], block_size: int) -> Batch:
+    """Pack `chunks` in the order given; results come in the order of the chunks that have a `sample`.
+
+    An empty chunk, or a block table that is too short, is a bug of the scheduler and fails an assertion.
+    """
+    tokens = [np.asarray(chunk.token_ids, dtype=np.int32) for chunk in chunks]
+    tables = [np.asarray(chunk.block_table, dtype=np.int32) for chunk in chunks]
+    query_lens = np.array([len(t) for t in tokens], dtype=np.int64)
+    assert len(chunks) > 0 and query_lens.min() > 0, "a batch needs at least one token of each sequence"
+    starts = np.array([chunk.start_position for chunk in chunks], dtype=np.int64)
+    context_lens = starts + query_lens
+    table_lens = np.array([len(t) for t in tables], dtype=np.int64)
+    assert starts.min() >= 0 and bool(np.all(table_lens * block_size >= context_lens)), "a block table is too short"
+
+    cu_seqlens = np.zeros(len(chunks) + 1, dtype=np.int32)
+    np.cumsum(query_lens, out=cu_seqlens[1:])
+    block_tables = np.zeros((len(chunks), int(table_lens.max())), dtype=np.int32)
+    # The mask enumerates cells row by row, which is the order of the concatenation.
+    block_tables[np.arange(block_tables.shape[1]) < table_lens[:, None]] = np.concatenate(tables)
+
+    sequence = np.repeat(np.arange(len(chunks)), query_lens)
+    positions = np.arange(len(sequence)) - cu_seqlens[sequence] + starts[sequence]
+    block, offset = np.divmod(positions, block_size)
+    slots = block_tables[sequence, block].astype(np.int64) * block_size + offset
+
+    sampled = np.array([i for i, chunk in enumerate(chunks) if chunk.sample is not None], dtype=np.int64)
+    return Batch(
+        token_ids=np.concatenate(tokens),
+        positions=positions.astype(np.int32),
+        cu_seqlens=cu_seqlens,
+        slot_mapping=slots,
+        block_tables=block_tables,
+        context_lens=context_lens.astype(np.int32),
+        logit_rows=cu_seqlens[sampled + 1] - 1,
+        sampling=_sampling_batch([c.sample for c in chunks if c.sample is not None], context_lens[sampled]),
+    )
+
+
+def _sampling_batch(requests: Sequence[SampleRequest], positions: LongArray) -> SamplingBatch:
+    params = [request.params for request in requests]
+    forbidden_counts = np.array([len(request.forbidden_token_ids) for request in requests], dtype=np.int64)
+    return SamplingBatch(
+        temperature=np.array([p.temperature for p in params], dtype=np.float32),
+        top_k=np.array([p.top_k for p in params], dtype=np.int32),
+        top_p=np.array([p.top_p for p in params], dtype=np.float32),
+        min_p=np.array([p.min_p for p in params], dtype=np.float32),
+        seed=np.array([p.seed for p in params], dtype=np.uint64),
+        positions=positions,
+        forbidden_rows=np.repeat(np.arange(len(requests)), forbidden_counts),
+        forbidden_ids=np.array([i for request in requests for i in request.forbidden_token_ids], dtype=np.int64),
+    )

@@ -1,0 +1,198 @@
+"""Batched sampling in torch: greedy, temperature, top-k, top-p, min-p, with stateless seeded noise.
+
+Filters apply in the order temperature, top-k, top-p (over the renormalised rest of top-k), min-p (relative to the
+most likely token): the order of transformers. Each filter is a threshold on the logit, so tokens with equal logits
+stay or go together, and what is kept never depends on how a sort breaks ties. Top-p keeps a token if the tokens
+strictly more likely than it have less than top_p of the mass. The most likely token always stays.
+
+Drawing is Gumbel-max: the kept token with the greatest `logit / temperature + noise(seed, position, id)` (see
+`noise.py`). As noise belongs to the token id, a row can be drawn from its K best candidates alone, with the same
+result for any K that covers what the filters keep. Rows where K does not cover it are drawn again from the whole
+vocabulary, and rows that no filter limits go there at once. Masses are summed as integers, which makes the sums
+independent of order, K and batch.
+
+A row's result depends on nothing but its own logits and parameters. Equal scores go to the lowest token id, also in
+greedy.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from pdserve.engine.batch import SamplingBatch
+from pdserve.engine.device import to_host, upload
+from pdserve.engine.noise import MULTIPLIER_1, MULTIPLIER_2, row_keys
+
+NUM_CANDIDATES = 256
+_MASS_UNIT = float(2**44)
+"""Mass of the most likely token in integer units: sums over 2**18 tokens fit in 63 bits."""
+
+_BoolArray = npt.NDArray[np.bool_]
+
+
+def sample(
+    logits: torch.Tensor, sampling: SamplingBatch, num_candidates: int = NUM_CANDIDATES
+) -> npt.NDArray[np.int64]:
+    """Draw a token for each row of `logits` [R, V] (float32, any device; may be overwritten); [R].
+
+    Copies to the host once, and once more in the rare steps where some row is drawn again.
+    """
+    assert logits.shape[0] == len(sampling), "one row of parameters for each row of logits"
+    if len(sampling) == 0:
+        return np.empty(0, dtype=np.int64)
+    if len(sampling.forbidden_ids):
+        rows, ids = upload(sampling.forbidden_rows, logits.device), upload(sampling.forbidden_ids, logits.device)
+        logits.index_put_((rows, ids), logits.new_full((), -torch.inf))
+    greedy = sampling.is_greedy
+    if greedy.all():
+        return to_host(logits.argmax(dim=-1))
+
+    num_candidates = min(num_candidates, logits.shape[1])
+    unfiltered = ~greedy & (sampling.top_k <= 0) & (sampling.top_p >= 1.0) & (sampling.min_p <= 0.0)
+    wide = ~greedy & ~unfiltered & (sampling.top_k >= num_candidates)
+    narrow = ~greedy & ~unfiltered & ~wide
+    # [2, R] of (token, whether the candidates covered what the filters keep), so that one copy brings both to the host.
+    drawn = torch.ones((2, len(sampling)), dtype=torch.int64, device=logits.device)
+    if greedy.any():
+        rows = upload(np.flatnonzero(greedy), logits.device)
+        drawn[0, rows] = logits[rows].argmax(dim=-1)
+    if unfiltered.any():
+        group = _Rows.select(logits, sampling, unfiltered)
+        drawn[0, group.rows] = _draw(group, group.scale(group.logits), _vocabulary(logits), None)
+    for mask, count in ((narrow, num_candidates), (wide, logits.shape[1])):
+        if mask.any():
+            group = _Rows.select(logits, sampling, mask)
+            drawn[:, group.rows] = _draw_filtered(group, count)
+    host = to_host(drawn)
+    tokens: npt.NDArray[np.int64] = host[0]
+    covered = host[1]
+    if not covered.all():
+        group = _Rows.select(logits, sampling, covered == 0)
+        tokens[covered == 0] = to_host(_draw_filtered(group, logits.shape[1])[0])
+    return tokens
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class _Rows:
+    """Some rows of the batch with their parameters, on the device of the logits. N rows, all with a temperature."""
+
+    rows: torch.Tensor
+    """[N] int64 rows of the batch."""
+    logits: torch.Tensor
+    """[N, V] float32"""
+    best: torch.Tensor
+    """[N, 1] float32 greatest logit."""
+    temperature: torch.Tensor
+    """[N, 1] float64"""
+    top_k: torch.Tensor
+    """[N, 1] int64; the vocabulary size where all are kept."""
+    top_p: torch.Tensor
+    """[N, 1] float64"""
+    log_min_p: torch.Tensor
+    """[N, 1] float64; -inf where min-p is off."""
+    keys: torch.Tensor
+    """[N, 2] int32 key words of the noise."""
+    whole_mass_rows: npt.NDArray[np.int64]
+    """Which of the N need the mass of the whole vocabulary: those with top-p but no top-k. On the host."""
+
+    @classmethod
+    def select(cls, logits: torch.Tensor, sampling: SamplingBatch, mask: _BoolArray) -> _Rows:
+        """The rows where `mask` [R] is set."""
+
+        def column(values: npt.NDArray[np.float64] | npt.NDArray[np.int64]) -> torch.Tensor:
+            return upload(values[:, None], logits.device)
+
+        with np.errstate(divide="ignore"):
+            log_min_p = np.log(sampling.min_p[mask].astype(np.float64))
+        top_k = sampling.top_k[mask].astype(np.int64)
+        top_k = np.where(top_k <= 0, logits.shape[1], np.minimum(top_k, logits.shape[1]))
+        keys = row_keys(sampling.seed[mask], sampling.positions[mask])
+        rows = upload(np.flatnonzero(mask), logits.device)
+        chosen = logits[rows]
+        return cls(
+            rows=rows,
+            logits=chosen,
+            best=chosen.amax(dim=-1, keepdim=True),
+            temperature=column(sampling.temperature[mask].astype(np.float64)),
+            top_k=column(top_k),
+            top_p=column(sampling.top_p[mask].astype(np.float64)),
+            log_min_p=column(log_min_p),
+            keys=upload(keys.view(np.int32), logits.device),
+            whole_mass_rows=np.flatnonzero((sampling.top_k[mask] <= 0) & (sampling.top_p[mask] < 1.0)),
+        )
+
+    def scale(self, logits: torch.Tensor) -> torch.Tensor:
+        """Log-weights of some logits [N, K] of these rows, float64: (logit - greatest logit) / temperature, <= 0."""
+        return (logits.double() - self.best.double()) / self.temperature
+
+    def whole_mass(self) -> torch.Tensor:
+        """Mass of the whole vocabulary for each of `whole_mass_rows`, [W, 1] int64."""
+        rows = upload(self.whole_mass_rows, self.logits.device)
+        scaled = (self.logits[rows].double() - self.best[rows].double()) / self.temperature[rows]
+        return _mass(scaled).sum(dim=-1, keepdim=True)
+
+
+def _vocabulary(logits: torch.Tensor) -> torch.Tensor:
+    """All token ids, [1, V] int64."""
+    return torch.arange(logits.shape[1], device=logits.device)[None]
+
+
+def _draw_filtered(group: _Rows, num_candidates: int) -> torch.Tensor:
+    """Draw each row from its `num_candidates` most likely tokens; [2, N] of (token, whether the candidates suffice)."""
+    vocab_size = group.logits.shape[1]
+    candidates, ids = group.logits.topk(num_candidates, dim=-1)
+    scaled = group.scale(candidates)
+    # Places of candidates in their row: 0 ... k-1 | k ... K-1; the k-th best sets the threshold of top-k.
+    kth = candidates.gather(1, group.top_k.clamp(max=num_candidates) - 1)
+    keep = candidates >= kth
+
+    mass = _mass(scaled).masked_fill(~keep, 0)
+    total = mass.sum(dim=-1, keepdim=True)
+    if len(group.whole_mass_rows):
+        total[upload(group.whole_mass_rows, total.device)] = group.whole_mass()
+    before = mass.cumsum(dim=-1) - mass
+    # Tokens with equal logits count from the first of them: `before` grows along the row, so the last group start wins.
+    starts_group = torch.ones_like(keep)
+    starts_group[:, 1:] = candidates[:, 1:] < candidates[:, :-1]
+    strictly_before = before.masked_fill(~starts_group, 0).cummax(dim=-1).values
+    keep &= (strictly_before.double() < group.top_p * total.double()) | (group.top_p >= 1.0) | (scaled == 0.0)
+    keep &= scaled >= group.log_min_p
+
+    # If the last candidate goes, so does every token behind it.
+    covered = ~keep[:, -1] if num_candidates < vocab_size else torch.ones_like(keep[:, -1])
+    return torch.stack([_draw(group, scaled, ids, keep), covered.long()])
+
+
+def _draw(group: _Rows, scaled: torch.Tensor, ids: torch.Tensor, keep: torch.Tensor | None) -> torch.Tensor:
+    """The Gumbel-max token of each row among `ids` ([N, K] or [1, K]) with log-weights `scaled` [N, K]; [N]."""
+    score = scaled + gumbel_noise(group.keys, ids)
+    if keep is not None:
+        score = score.masked_fill(~keep, -torch.inf)
+    is_best = score == score.amax(dim=-1, keepdim=True)
+    return ids.masked_fill(~is_best, torch.iinfo(torch.int64).max).amin(dim=-1)
+
+
+def _mass(scaled: torch.Tensor) -> torch.Tensor:
+    """Probability mass in integer units, unnormalised: exact to add in any order."""
+    return (scaled.exp() * _MASS_UNIT).long()
+
+
+def gumbel_noise(keys: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """Gumbel noise [N, K] float64 of `keys` [N, 2] int32 for `ids` [N or 1, K], as `noise.py` defines it."""
+    x = _mix(keys[:, :1] ^ _mix(ids.to(torch.int32)))
+    y = _mix(keys[:, 1:] ^ x)
+    high = x.long() & 0xFFFFFFFF
+    low = (y.long() >> 12) & 0xFFFFF
+    v = (((high << 20) | low).double() + 0.5) * 2.0**-52
+    return -torch.log(-torch.log1p(-v))
+
+
+def _mix(words: torch.Tensor) -> torch.Tensor:
+    """`noise.mix` on int32 lanes: products wrap, and the masks make the arithmetic shifts logical."""
+    words = (words ^ ((words >> 16) & 0xFFFF)) * MULTIPLIER_1
+    words = (words ^ ((words >> 15) & 0x1FFFF)) * (MULTIPLIER_2 - 2**32)
+    return words ^ ((words >> 16) & 0xFFFF)

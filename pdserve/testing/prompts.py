@@ -1,0 +1,41 @@
+"""Prompts as people write them, for tests on a real model: questions, stories, lists, numbers, code, languages."""
+
+from __future__ import annotations
+
+REAL_PROMPTS = (
+    "What is the capital of France, and what is it known for?",
+    "Explain in two sentences why the sky is blue.",
+    "Write a haiku about a train that is late.",
+    "List three things to check before a long car journey.",
+    "Translate to Spanish: The library closes at nine in the evening.",
+    "def fibonacci(n):\n    ",
+    "My sister has 12 apples. She gives 5 to me and eats 2. How many are left?",
+    "Once upon a time, in a village at the edge of a dark forest, there lived",
+    "Summarise: The committee met on Tuesday. It agreed on the budget, but put off the question of the new bridge.",
+    "Who wrote Pride and Prejudice?",
+    "The three primary colours are",
+    "Give me a recipe for pancakes with the amounts in grams.",
+    "What is the difference between a virus and a bacterium?",
+    "SELECT name, price FROM products WHERE",
+    "Dear Ms Okafor,\n\nThank you for your letter of 14 March. I am writing to",
+    "How do I reverse a list in Python?",
+    "Pourquoi les feuilles tombent-elles en automne ?",
+    "Name the planets of the solar system in order.",
+    "A good password is",
+    "Write an apology from a cat to a dog.",
+    "It was raining when the taxi stopped. The driver turned round and said:",
+    "What happens to water at 100 degrees Celsius?",
+    "Convert 3.5 miles to kilometres and show your steps.",
+    "The mitochondria are often called",
+    "Suggest a title for an article about bees in cities.",
+    "Is a tomato a fruit or a vegetable?",
+    "for i in range(10):\n    print(",
+    "Describe a market in the early morning.",
+    "What should I say in a job interview when they ask about my weaknesses?",
+    "The quick brown fox",
+    "Why do cats purr?",
+    "1, 1, 2, 3, 5, 8,",
+    "How long should I boil an egg?",
+    "What are the rules of chess for the knight?",
+)
+"""Most have no near tie in 64 greedy tokens of SmolLM2-135M-Instruct in float32."""
