@@ -7,6 +7,7 @@ A status carries `google.rpc.ErrorInfo` (domain "pdserve", reason = our code), a
 from __future__ import annotations
 
 import asyncio
+import inspect
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any, NoReturn, cast
@@ -148,7 +149,11 @@ _PASS = (asyncio.CancelledError, grpc.aio.AbortError)
 def _guard_stream(stream: Any, method: str) -> Callable[[Any, Any], AsyncIterator[Any]]:
     async def streaming(request: Any, context: Any) -> AsyncIterator[Any]:
         try:
-            async for response in stream(request, context):
+            responses = stream(request, context)
+            if inspect.isawaitable(responses):
+                await responses  # a handler that writes to the context itself
+                return
+            async for response in responses:
                 yield response
         except _PASS:
             raise

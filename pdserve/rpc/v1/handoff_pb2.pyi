@@ -56,10 +56,16 @@ class LinkHello(_message.Message):
     PREFILL_FIELD_NUMBER: _builtins.int
     GENERATION_FIELD_NUMBER: _builtins.int
     DECODE_INCARNATION_FIELD_NUMBER: _builtins.int
+    TARGET_CHUNK_BYTES_FIELD_NUMBER: _builtins.int
+    PROTOCOL_FIELD_NUMBER: _builtins.int
     generation: _builtins.int
     """Number of this link between the two processes, from 1; grows with each reconnection."""
     decode_incarnation: _builtins.str
     """Incarnation the prefill worker expects to reach. Another process there refuses the link."""
+    target_chunk_bytes: _builtins.int
+    """Bound on a chunk's payload from which both sides derive the chunk plans of this link."""
+    protocol: _builtins.int
+    """Version of the hand-off protocol; workers of different versions do not talk."""
     @_builtins.property
     def prefill(self) -> _common_pb2.WorkerInfo: ...
     def __init__(
@@ -68,10 +74,12 @@ class LinkHello(_message.Message):
         prefill: _common_pb2.WorkerInfo | None = ...,
         generation: _builtins.int = ...,
         decode_incarnation: _builtins.str = ...,
+        target_chunk_bytes: _builtins.int = ...,
+        protocol: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["prefill", b"prefill"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode_incarnation", b"decode_incarnation", "generation", b"generation", "prefill", b"prefill"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode_incarnation", b"decode_incarnation", "generation", b"generation", "prefill", b"prefill", "protocol", b"protocol", "target_chunk_bytes", b"target_chunk_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -79,6 +87,8 @@ Global___LinkHello: _TypeAlias = LinkHello  # noqa: Y015
 
 @_typing.final
 class LinkWelcome(_message.Message):
+    """First reply of a link: accepted."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     DECODE_FIELD_NUMBER: _builtins.int
@@ -96,6 +106,32 @@ class LinkWelcome(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___LinkWelcome: _TypeAlias = LinkWelcome  # noqa: Y015
+
+@_typing.final
+class LinkRefused(_message.Message):
+    """First and only reply of a link: refused."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CODE_FIELD_NUMBER: _builtins.int
+    MESSAGE_FIELD_NUMBER: _builtins.int
+    code: _builtins.str
+    """Stable error code of pdserve.errors."""
+    message: _builtins.str
+    """Names the fields in which the workers differ, or the incarnation that answers."""
+    def __init__(
+        self,
+        *,
+        code: _builtins.str = ...,
+        message: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["code", b"code", "message", b"message"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LinkRefused: _TypeAlias = LinkRefused  # noqa: Y015
 
 @_typing.final
 class Reserve(_message.Message):
@@ -287,7 +323,9 @@ Global___ChunkNak: _TypeAlias = ChunkNak  # noqa: Y015
 
 @_typing.final
 class Commit(_message.Message):
-    """Every chunk is out. Carries what the decode worker needs to go on."""
+    """Every chunk is out. Carries what the decode worker needs to go on. May overtake the last chunks: the decode worker
+    then commits when the last one is stored, and answers CommitNack only if a repeated Commit finds no progress.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -563,6 +601,7 @@ class HandoffReply(_message.Message):
     RENEW_ACK_FIELD_NUMBER: _builtins.int
     ABORT_ACK_FIELD_NUMBER: _builtins.int
     HEARTBEAT_FIELD_NUMBER: _builtins.int
+    REFUSED_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def welcome(self) -> Global___LinkWelcome: ...
     @_builtins.property
@@ -585,6 +624,8 @@ class HandoffReply(_message.Message):
     def abort_ack(self) -> Global___AbortAck: ...
     @_builtins.property
     def heartbeat(self) -> Global___LinkHeartbeat: ...
+    @_builtins.property
+    def refused(self) -> Global___LinkRefused: ...
     def __init__(
         self,
         *,
@@ -599,12 +640,13 @@ class HandoffReply(_message.Message):
         renew_ack: Global___RenewAck | None = ...,
         abort_ack: Global___AbortAck | None = ...,
         heartbeat: Global___LinkHeartbeat | None = ...,
+        refused: Global___LinkRefused | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["abort_ack", b"abort_ack", "busy", b"busy", "chunk_ack", b"chunk_ack", "chunk_nak", b"chunk_nak", "commit_ack", b"commit_ack", "commit_nack", b"commit_nack", "gone", b"gone", "grant", b"grant", "heartbeat", b"heartbeat", "message", b"message", "renew_ack", b"renew_ack", "welcome", b"welcome"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["abort_ack", b"abort_ack", "busy", b"busy", "chunk_ack", b"chunk_ack", "chunk_nak", b"chunk_nak", "commit_ack", b"commit_ack", "commit_nack", b"commit_nack", "gone", b"gone", "grant", b"grant", "heartbeat", b"heartbeat", "message", b"message", "refused", b"refused", "renew_ack", b"renew_ack", "welcome", b"welcome"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["abort_ack", b"abort_ack", "busy", b"busy", "chunk_ack", b"chunk_ack", "chunk_nak", b"chunk_nak", "commit_ack", b"commit_ack", "commit_nack", b"commit_nack", "gone", b"gone", "grant", b"grant", "heartbeat", b"heartbeat", "message", b"message", "renew_ack", b"renew_ack", "welcome", b"welcome"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["abort_ack", b"abort_ack", "busy", b"busy", "chunk_ack", b"chunk_ack", "chunk_nak", b"chunk_nak", "commit_ack", b"commit_ack", "commit_nack", b"commit_nack", "gone", b"gone", "grant", b"grant", "heartbeat", b"heartbeat", "message", b"message", "refused", b"refused", "renew_ack", b"renew_ack", "welcome", b"welcome"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["welcome", "grant", "busy", "gone", "chunk_ack", "chunk_nak", "commit_ack", "commit_nack", "renew_ack", "abort_ack", "heartbeat"]  # noqa: Y015
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["welcome", "grant", "busy", "gone", "chunk_ack", "chunk_nak", "commit_ack", "commit_nack", "renew_ack", "abort_ack", "heartbeat", "refused"]  # noqa: Y015
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
 

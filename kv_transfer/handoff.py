@@ -1,0 +1,198 @@
+"""One hand-off as the prefill worker sees it: awaitable calls round the pure table."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from kv_transfer.messages import ChunkAck, Reserve
+from kv_transfer.plan import ChunkPlan
+from kv_transfer.prefill_states import (
+    Cancelled,
+    CommitRequested,
+    Committing,
+    Computed,
+    Failed,
+    Failure,
+    NotifyEnded,
+    NotifyGranted,
+    Offer,
+    PrefillAction,
+    PrefillEvent,
+    PrefillState,
+    PrefillTimers,
+    Pushing,
+)
+from kv_transfer.prefill_table import start, step
+from kv_transfer.table import Machine
+from pdserve.errors import PdServeError, error_from_code
+from pdserve.types import GenerationJob, HandoffId
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HandoffResult:
+    """How a committed hand-off went."""
+
+    transport: str
+    kv_bytes: int
+    """Payload of all chunks, without repeats."""
+    transfer_s: float
+    """From the call of `commit` to the last chunk known to be stored: what compute did not hide."""
+    commit_s: float
+    """From there to the acknowledgement of the commit."""
+
+
+class HandoffLink(Protocol):
+    """What a hand-off needs of its link."""
+
+    @property
+    def transport_name(self) -> str:
+        """Name of the transport that the link uses."""
+
+    def add(self, handoff: Handoff) -> None:
+        """Carry this hand-off from now on until it has ended."""
+
+    def dispatch(self, handoff: Handoff, event: PrefillEvent) -> None:
+        """Apply an event and carry out what follows from it."""
+
+
+class Handoff:
+    """One attempt to hand one request to one decode worker.
+
+    Call `reserve` once, then `advance` as often as tokens become final, then `commit`; `abort` at any time. The source
+    blocks must stay owned and unchanged (below the frontier) until `commit` returns, or `abort` returns after anything
+    else. Belongs to the event loop; no method may be called from another thread.
+    """
+
+    def __init__(
+        self, *, job: GenerationJob, blocks: Sequence[int], plan: ChunkPlan, timers: PrefillTimers, link: HandoffLink
+    ) -> None:
+        self.id = HandoffId(job.request_id, job.attempt)
+        self.job = job
+        self.blocks = tuple(blocks)
+        self.plan = plan
+        self._link = link
+        offer = Offer(id=self.id, num_chunks=plan.num_chunks, timers=timers)
+        self._machine: Machine[PrefillState, PrefillEvent, PrefillAction] = Machine(
+            start(offer, time.monotonic()), step
+        )
+        self._num_sendable = 0
+        self._granted = asyncio.Event()
+        self._ended = asyncio.Event()
+        self._commit_called_at = 0.0
+        self._stored_at = 0.0
+        self._ended_at = 0.0
+
+    @property
+    def state(self) -> PrefillState:
+        """Where it is now."""
+        return self._machine.state
+
+    @property
+    def ended(self) -> bool:
+        """Whether it is Done or Failed."""
+        return self._ended.is_set()
+
+    @property
+    def history(self) -> tuple[str, ...]:
+        """How it got there, for logs."""
+        return self._machine.history
+
+    @property
+    def outstanding_nbytes(self) -> int:
+        """Credit in use: payload that is posted but not known to be stored."""
+        state = self.state
+        if not isinstance(state, Pushing | Committing):
+            return 0
+        left, nbytes = state.push.outstanding, 0
+        while left:
+            nbytes += self.plan.chunk((left & -left).bit_length() - 1).nbytes
+            left &= left - 1
+        return nbytes
+
+    def reserve_message(self) -> Reserve:
+        """The Reserve of this hand-off."""
+        return Reserve(self.id, self.job, self.plan.num_tokens, self.plan.plan_hash)
+
+    async def reserve(self) -> None:
+        """Return once the decode worker has granted room.
+
+        Raises OverloadedError (with `retry_after_s`) if it has none, HandoffError, WorkerLostError,
+        IncompatibleWorkersError or StaleAttemptError otherwise. Then whatever the decode worker holds for this id is or
+        will be released, and the caller may free or reuse the source blocks. Cancelling the call does not end the
+        hand-off: call `abort`.
+        """
+        self._link.add(self)
+        await self._granted.wait()
+        self._raise_if_failed()
+
+    def advance(self, num_final_tokens: int) -> None:
+        """KV of the first `num_final_tokens` tokens is in the source blocks and final: send what that completes."""
+        num_sendable = self.plan.num_sendable(num_final_tokens)
+        if num_sendable > self._num_sendable:
+            self._num_sendable = num_sendable
+            self._link.dispatch(self, Computed(num_sendable))
+
+    async def commit(self, first_token: int) -> HandoffResult:
+        """Hand the request over with its first drawn token; every token must be final.
+
+        Returns once the decode worker owns it: the caller may free the source blocks. Raises like `reserve`; an error
+        with `details["outcome"] == "unknown"` means that the decode worker may own it all the same.
+        """
+        assert self._num_sendable == self.plan.num_chunks, f"commit of {self.id} before all tokens are final"
+        self._commit_called_at = time.monotonic()
+        self._link.dispatch(self, CommitRequested(first_token))
+        await self._ended.wait()
+        self._raise_if_failed()
+        stored_at = min(max(self._stored_at, self._commit_called_at), self._ended_at)
+        return HandoffResult(
+            transport=self._link.transport_name,
+            kv_bytes=self.plan.total_nbytes,
+            transfer_s=stored_at - self._commit_called_at,
+            commit_s=self._ended_at - stored_at,
+        )
+
+    async def abort(self, reason: str = "cancelled by the prefill worker") -> None:
+        """End it. Idempotent. Returns when no read of the source blocks is in flight.
+
+        If a commit was under way, the decode worker may own the request all the same; the router tells it.
+        """
+        self._link.dispatch(self, Cancelled(Failure(code="cancelled", message=reason)))
+        await self._ended.wait()
+
+    def apply(self, event: PrefillEvent, now: float) -> tuple[PrefillAction, ...]:
+        """For the link: one step of the table."""
+        if isinstance(event, ChunkAck):
+            self._stored_at = now
+        actions = self._machine.apply(event, now)
+        for action in actions:
+            match action:
+                case NotifyGranted():
+                    self._granted.set()
+                case NotifyEnded():
+                    self._ended_at = now
+                    self._granted.set()
+                    self._ended.set()
+        return actions
+
+    @property
+    def failure(self) -> Failure | None:
+        """Why it failed, if it has."""
+        return self.state.failure if isinstance(self.state, Failed) else None
+
+    def _raise_if_failed(self) -> None:
+        failure = self.failure
+        if failure is not None:
+            raise error_of(failure, self.id)
+
+
+def error_of(failure: Failure, handoff: HandoffId) -> PdServeError:
+    """The typed error for a failed hand-off."""
+    error = error_from_code(failure.code, f"hand-off {handoff}: {failure.message}")
+    error.retry_after_s = failure.retry_after_s
+    if failure.outcome_unknown:
+        error.details["outcome"] = "unknown"
+    return error

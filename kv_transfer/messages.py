@@ -1,0 +1,193 @@
+"""What prefill and decode workers say to each other about hand-offs, as frozen dataclasses.
+
+The protobuf form is in `codec.py`. `nonce` names one reservation (a ticket); 0 in a message means "whichever there is".
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from pdserve.types import GenerationJob, HandoffId
+from pdserve.worker_info import WorkerInfo
+
+PROTOCOL_VERSION = 1
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class LinkId:
+    """One life of the connection from a prefill process to a decode worker. Generations grow with each reconnection."""
+
+    prefill_incarnation: str
+    generation: int
+
+    def __str__(self) -> str:
+        return f"{self.prefill_incarnation}/{self.generation}"
+
+
+# Opening a link ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinkHello:
+    """First message of a link, from the prefill worker."""
+
+    prefill: WorkerInfo
+    generation: int
+    decode_incarnation: str
+    target_chunk_bytes: int
+    protocol: int = PROTOCOL_VERSION
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinkWelcome:
+    """The decode worker accepts the link."""
+
+    decode: WorkerInfo
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinkRefused:
+    """The decode worker will not talk to this prefill worker; then the stream ends."""
+
+    code: str
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
+class LinkHeartbeat:
+    """Nothing to say, but alive."""
+
+
+# Prefill to decode ---------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Reserve:
+    """Asks for room for `num_tokens` tokens."""
+
+    id: HandoffId
+    job: GenerationJob
+    num_tokens: int
+    plan_hash: int
+
+
+@dataclass(frozen=True, slots=True)
+class Commit:
+    """Every chunk has been posted; take the request once all are stored."""
+
+    id: HandoffId
+    nonce: int
+    first_token: int
+
+
+@dataclass(frozen=True, slots=True)
+class Renew:
+    """Extends the lease while the prompt is still being computed."""
+
+    id: HandoffId
+    nonce: int
+
+
+@dataclass(frozen=True, slots=True)
+class Abort:
+    """The hand-off will not be completed."""
+
+    id: HandoffId
+    nonce: int
+
+
+@dataclass(frozen=True, slots=True)
+class Quiet:
+    """No read or write of this ticket is in flight at the prefill worker any more, nor will one be."""
+
+    id: HandoffId
+    nonce: int
+
+
+# Decode to prefill ---------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Grant:
+    """Room is reserved. Repeated unchanged for a repeated Reserve."""
+
+    id: HandoffId
+    nonce: int
+    lease_s: float
+    credit_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Busy:
+    """No room now."""
+
+    id: HandoffId
+    retry_after_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Gone:
+    """The decode worker refuses, or no longer holds, this hand-off."""
+
+    id: HandoffId
+    nonce: int
+    code: str
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkAck:
+    """A chunk is in its place and verified. `stored_nbytes` is cumulative for the ticket."""
+
+    id: HandoffId
+    nonce: int
+    seq: int
+    stored_nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkNak:
+    """A chunk arrived damaged: send it again."""
+
+    id: HandoffId
+    nonce: int
+    seq: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class CommitAck:
+    """The decode worker owns the request."""
+
+    id: HandoffId
+    nonce: int
+
+
+@dataclass(frozen=True, slots=True)
+class CommitNack:
+    """These chunks have not arrived."""
+
+    id: HandoffId
+    nonce: int
+    missing_seqs: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class RenewAck:
+    """The lease runs for `lease_s` from now."""
+
+    id: HandoffId
+    nonce: int
+    lease_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class AbortAck:
+    """Nothing of this hand-off is or will be decoded."""
+
+    id: HandoffId
+    nonce: int
+
+
+ToDecode = Reserve | Commit | Renew | Abort | Quiet
+ToPrefill = Grant | Busy | Gone | ChunkAck | ChunkNak | CommitAck | CommitNack | RenewAck | AbortAck

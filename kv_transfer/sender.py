@@ -1,0 +1,143 @@
+"""The prefill worker's end of KV hand-off: one `HandoffSender` per process, one link per decode process."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from kv_transfer.config import TransferConfig
+from kv_transfer.handoff import Handoff
+from kv_transfer.link import PrefillLink
+from kv_transfer.plan import ChunkPlan
+from kv_transfer.prefill_states import PrefillTimers
+from kv_transfer.transports import TRANSPORTS, select
+from kv_transfer.transports.base import TransportKind
+from pdserve.errors import PdServeError, UnavailableError
+from pdserve.kv_layout import KvBlockStore
+from pdserve.types import DecodeTarget, GenerationJob
+from pdserve.worker_info import WorkerInfo
+
+_CLOSE_TIMEOUT_S = 2.0
+"""How long links may take to deliver their last messages."""
+
+LinkLostCallback = Callable[[DecodeTarget, PdServeError], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SenderStats:
+    """Totals since start, and what is under way."""
+
+    bytes_posted: int = 0
+    """KV payload given to transports, repeats included."""
+    num_committed: int = 0
+    num_failed: int = 0
+    num_live: int = 0
+    num_links: int = 0
+
+
+class HandoffSender:
+    """Opens links to decode workers as hand-offs need them and keeps them while the peer lives.
+
+    Belongs to one event loop: any number of `begin`, then `aclose`.
+    """
+
+    def __init__(
+        self,
+        *,
+        info: WorkerInfo,
+        store: KvBlockStore,
+        config: TransferConfig,
+        on_link_lost: LinkLostCallback | None = None,
+        transports: Mapping[str, TransportKind] = TRANSPORTS,
+    ) -> None:
+        """`on_link_lost` is told of each decode process that counts as lost or refuses the link, after its hand-offs
+        have ended. Raises ConfigError for a transport that is not in `transports`."""
+        self._info = info
+        self._store = store
+        self._config = config
+        self._on_link_lost = on_link_lost
+        self._transports = select(info.transports, transports)
+        self._timers = PrefillTimers(
+            resend_s=config.resend_s,
+            reserve_timeout_s=config.reserve_timeout_s,
+            stall_timeout_s=config.stall_timeout_s,
+            commit_timeout_s=config.commit_timeout_s,
+            renew_margin_s=config.renew_margin_s,
+        )
+        self._links: dict[str, tuple[PrefillLink, asyncio.Task[None]]] = {}
+        """By incarnation of the decode process."""
+        self._generations = itertools.count(1)
+        """Shared by all links, so that a link which is opened again is always newer."""
+        self._totals = SenderStats()
+        """Of links that have ended."""
+        self._closing = False
+
+    def begin(self, job: GenerationJob, target: DecodeTarget, blocks: Sequence[int], num_tokens: int) -> Handoff:
+        """A hand-off of the KV of `num_tokens` tokens in `blocks` to `target`. Nothing is sent before its `reserve`.
+
+        The caller owns the blocks throughout and frees them as `Handoff` says. Raises UnavailableError while closing.
+        """
+        if self._closing:
+            raise UnavailableError(f"prefill worker {self._info.worker_id} is shutting down")
+        plan = ChunkPlan.make(num_tokens, self._store.layout, self._config.target_chunk_bytes)
+        assert len(blocks) == plan.num_blocks, f"{num_tokens} tokens need {plan.num_blocks} blocks, got {len(blocks)}"
+        return Handoff(job=job, blocks=blocks, plan=plan, timers=self._timers, link=self._link(target))
+
+    @property
+    def stats(self) -> SenderStats:
+        """Totals since start, and what is under way."""
+        stats = self._totals
+        for link, _ in self._links.values():
+            stats = _add(stats, link)
+        return replace(stats, num_links=len(self._links))
+
+    async def aclose(self) -> None:
+        """End every hand-off, tell the decode workers, and close the links, within about two seconds."""
+        self._closing = True
+        links = list(self._links.values())
+        for link, _ in links:
+            link.close()
+        if not links:
+            return
+        _, late = await asyncio.wait([task for _, task in links], timeout=_CLOSE_TIMEOUT_S)
+        for task in late:
+            task.cancel()  # a peer that does not answer; it will notice the end of the stream
+        if late:
+            await asyncio.wait(late)
+
+    def _link(self, target: DecodeTarget) -> PrefillLink:
+        known = self._links.get(target.incarnation)
+        if known is not None:
+            return known[0]
+        link = PrefillLink(
+            target=target,
+            info=self._info,
+            store=self._store,
+            config=self._config,
+            transports=self._transports,
+            generations=self._generations,
+        )
+        task = asyncio.create_task(self._run(link), name=f"kv-link-to-{target.worker_id}")
+        self._links[target.incarnation] = (link, task)
+        return link
+
+    async def _run(self, link: PrefillLink) -> None:
+        error: PdServeError | None = None
+        try:
+            error = await link.run()
+        finally:
+            del self._links[link.target.incarnation]
+            self._totals = _add(self._totals, link)
+        if error is not None and self._on_link_lost is not None:
+            self._on_link_lost(link.target, error)
+
+
+def _add(stats: SenderStats, link: PrefillLink) -> SenderStats:
+    return SenderStats(
+        bytes_posted=stats.bytes_posted + link.bytes_posted,
+        num_committed=stats.num_committed + link.num_committed,
+        num_failed=stats.num_failed + link.num_failed,
+        num_live=stats.num_live + link.num_live,
+    )

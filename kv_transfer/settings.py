@@ -1,0 +1,21 @@
+"""From the deployment's configuration to the numbers of the hand-off protocol."""
+
+from __future__ import annotations
+
+from kv_transfer.config import TransferConfig
+from pdserve.config import Config
+
+
+def transfer_config(config: Config) -> TransferConfig:
+    """What `transfer` and `health` of the configuration say; the protocol's other numbers are not configurable."""
+    transfer, health = config.transfer, config.health
+    return TransferConfig(
+        transports=transfer.transports,
+        heartbeat_s=health.heartbeat_s,
+        peer_timeout_s=health.peer_timeout_s,
+        lease_s=transfer.lease_s,
+        stall_timeout_s=transfer.stall_timeout_s,
+        target_chunk_bytes=transfer.chunk_bytes,
+        credit_bytes=transfer.credit_bytes,
+        max_pushing_per_link=transfer.max_pushing_per_link,
+    )

@@ -1,0 +1,147 @@
+"""Chunk frames: the bytes a transport moves. A fixed little-endian header, then the payload.
+
+    0   magic "PDKV"      16  attempt    u32    32  token_begin u32    48  payload_bytes u32
+    4   version    u16    20  seq        u32    36  token_end   u32    52  reserved (0)  u32
+    6   dtype code u16    24  layer_begin u16   40  head_begin  u16    56  xxh3_64       u64
+    8   ticket nonce u64  26  layer_end   u16   42  head_end    u16    64  payload
+                          28  reserved (0) u32  44  reserved (0) u32
+
+The checksum covers the first 56 bytes and the payload, so a flipped bit anywhere is seen. Ranges are tokens x layers x
+heads, never block numbers of one side. Nothing here knows of reservations; the receiver decides what is wanted.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import xxhash
+
+from pdserve.errors import HandoffError
+
+MAGIC = b"PDKV"
+VERSION = 1
+DTYPE_CODES = {"float32": 1, "float16": 2, "bfloat16": 3}
+_DTYPE_NAMES = {code: name for name, code in DTYPE_CODES.items()}
+
+_FIELDS = struct.Struct("<4sHHQIIHHIIIHHIII")
+_HASH = struct.Struct("<Q")
+HEADER_NBYTES = _FIELDS.size + _HASH.size
+
+
+class FrameError(HandoffError):
+    """A frame that is damaged or not ours. `nonce` and `seq` are what it claims, if it has a whole header of ours."""
+
+    def __init__(self, message: str, *, nonce: int | None = None, seq: int | None = None) -> None:
+        super().__init__(message)
+        self.nonce = nonce
+        self.seq = seq
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChunkHeader:
+    """Everything a frame says of its payload."""
+
+    nonce: int
+    attempt: int
+    seq: int
+    dtype: str
+    layer_begin: int
+    layer_end: int
+    token_begin: int
+    token_end: int
+    head_begin: int
+    head_end: int
+    payload_nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """A frame to send: header bytes, and views of the source that nobody has copied yet."""
+
+    header: bytes
+    payload: Sequence[memoryview]
+
+    @property
+    def nbytes(self) -> int:
+        """Header and payload."""
+        return len(self.header) + sum(view.nbytes for view in self.payload)
+
+    def join(self) -> bytes:
+        """One contiguous copy, for transports that need it. After this the source is not read again."""
+        return b"".join((self.header, *self.payload))
+
+
+def encode(header: ChunkHeader, payload: Sequence[memoryview]) -> Frame:
+    """Frame of `payload`, whose views are C-contiguous and together `header.payload_nbytes` long (a bug otherwise)."""
+    assert sum(view.nbytes for view in payload) == header.payload_nbytes, "payload does not match its header"
+    fields = _FIELDS.pack(
+        MAGIC,
+        VERSION,
+        DTYPE_CODES[header.dtype],
+        header.nonce,
+        header.attempt,
+        header.seq,
+        header.layer_begin,
+        header.layer_end,
+        0,
+        header.token_begin,
+        header.token_end,
+        header.head_begin,
+        header.head_end,
+        0,
+        header.payload_nbytes,
+        0,
+    )
+    digest = xxhash.xxh3_64(fields)
+    for view in payload:
+        digest.update(view)
+    return Frame(fields + _HASH.pack(digest.intdigest()), payload)
+
+
+def decode(frame: bytes | bytearray | memoryview) -> tuple[ChunkHeader, memoryview]:
+    """Header and payload (a view of `frame`) of an undamaged frame.
+
+    Raises FrameError, which says what is wrong: too short, foreign, other version, unknown dtype, empty range, length
+    that differs from the header's, checksum that differs.
+    """
+    view = memoryview(frame)
+    if view.nbytes < HEADER_NBYTES:
+        raise FrameError(f"chunk frame of {view.nbytes} bytes is shorter than its header ({HEADER_NBYTES})")
+    fields = _FIELDS.unpack_from(view)
+    magic, version, dtype_code, nonce, attempt, seq, layer_begin, layer_end, reserved_1 = fields[:9]
+    token_begin, token_end, head_begin, head_end, reserved_2, payload_nbytes, reserved_3 = fields[9:]
+    if magic != MAGIC:
+        raise FrameError(f"not a chunk frame: starts with {magic!r}, expected {MAGIC!r}")
+
+    def bad(what: str) -> FrameError:
+        return FrameError(f"chunk {seq}: {what}", nonce=nonce, seq=seq)
+
+    if version != VERSION:
+        raise bad(f"frame version {version}, this worker speaks {VERSION}")
+    payload = view[HEADER_NBYTES:]
+    if payload.nbytes != payload_nbytes:
+        raise bad(f"payload of {payload.nbytes} bytes, header says {payload_nbytes}")
+    digest = xxhash.xxh3_64(view[: _FIELDS.size])
+    digest.update(payload)
+    if digest.intdigest() != _HASH.unpack_from(view, _FIELDS.size)[0]:
+        raise bad("checksum differs")
+    if dtype_code not in _DTYPE_NAMES or (reserved_1, reserved_2, reserved_3) != (0, 0, 0):
+        raise bad(f"dtype code {dtype_code} or a reserved field is unknown to this worker")
+    if layer_begin >= layer_end or token_begin >= token_end or head_begin >= head_end:
+        raise bad("empty layer, token or head range")
+    header = ChunkHeader(
+        nonce=nonce,
+        attempt=attempt,
+        seq=seq,
+        dtype=_DTYPE_NAMES[dtype_code],
+        layer_begin=layer_begin,
+        layer_end=layer_end,
+        token_begin=token_begin,
+        token_end=token_end,
+        head_begin=head_begin,
+        head_end=head_end,
+        payload_nbytes=payload_nbytes,
+    )
+    return header, payload
