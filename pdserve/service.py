@@ -92,6 +92,11 @@ class GrpcEndpoint:
         for name in self._names:
             await self._health.set(name, status)
 
+    async def set_live(self, live: bool) -> None:
+        """Set liveness: false tells an orchestrator to restart the process."""
+        status = health_pb2.HealthCheckResponse.SERVING if live else health_pb2.HealthCheckResponse.NOT_SERVING
+        await self._health.set(LIVENESS, status)
+
     async def stop(self, grace_s: float) -> None:
         """Refuse new calls and give running ones `grace_s` seconds."""
         await self.server.stop(grace_s)

@@ -1,13 +1,14 @@
 """Generate the gRPC stubs from proto/ into pdserve/rpc/v1/, or check that the committed ones are current.
 
-    python tools/gen_proto.py           # write
-    python tools/gen_proto.py --check   # exit 1 and name the files that differ
+python tools/gen_proto.py           # write
+python tools/gen_proto.py --check   # exit 1 and name the files that differ
 """
 
 from __future__ import annotations
 
 import argparse
 import filecmp
+import os
 import subprocess
 import sys
 import tempfile
@@ -26,11 +27,16 @@ def generate(out: Path) -> None:
         f"--python_out={out}", f"--grpc_python_out={out}", f"--mypy_out={out}", f"--mypy_grpc_out={out}",
         *sources,
     ]  # fmt: skip
-    subprocess.run(command, check=True, stderr=subprocess.PIPE, text=True)
+    # protoc looks for its mypy plugins on PATH, where an environment that is not activated is not.
+    path = os.pathsep.join((str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)))
+    done = subprocess.run(command, env=os.environ | {"PATH": path}, stderr=subprocess.PIPE, text=True)
+    if done.returncode != 0:
+        raise SystemExit(done.stderr)
 
 
 def differing(out: Path) -> list[str]:
     """Names of generated files that differ between the tree and `out`, in either direction."""
+
     def names(base: Path) -> set[str]:
         return {p.name for p in (base / PACKAGE).glob("*_pb2*")}
 

@@ -1,0 +1,1 @@
+"""The command line. `main` imports nothing but click until it knows which command is wanted."""

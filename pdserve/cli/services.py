@@ -1,0 +1,50 @@
+"""`pdserve router`, `pdserve prefill` and `pdserve decode`: one process each, as Kubernetes and Ray run them."""
+
+from __future__ import annotations
+
+import click
+
+from pdserve.cli.options import config_options, read_config
+from pdserve.launch.parent import end_with_launcher
+
+
+@click.command()
+@config_options
+def router(config_path: str | None, settings: tuple[str, ...]) -> int:
+    """Run a router.
+
+    Serves the public gRPC API on router.listen until SIGTERM, then lets its requests finish.
+    """
+    end_with_launcher()
+    config = read_config(config_path, settings)
+    from router.service import main
+
+    return main(config)
+
+
+@click.command()
+@config_options
+def prefill(config_path: str | None, settings: tuple[str, ...]) -> int:
+    """Run a prefill worker.
+
+    Loads the model, registers in redis, and computes prompts until SIGTERM.
+    """
+    end_with_launcher()
+    config = read_config(config_path, settings)
+    from prefill_worker.service import main
+
+    return main(config)
+
+
+@click.command()
+@config_options
+def decode(config_path: str | None, settings: tuple[str, ...]) -> int:
+    """Run a decode worker.
+
+    Loads the model, registers in redis, and generates tokens until SIGTERM.
+    """
+    end_with_launcher()
+    config = read_config(config_path, settings)
+    from decode_worker.service import main
+
+    return main(config)

@@ -1,0 +1,85 @@
+"""`pdserve up`."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import shutil
+import sys
+
+import click
+
+from pdserve.cli.options import config_options, json_option, read_config
+from pdserve.cli.signals import catch_stop_signals
+from pdserve.client import DEFAULT_ADDRESS
+from pdserve.errors import CancelledError
+from pdserve.launch.cluster import LocalCluster
+from pdserve.launch.process import LineWriter
+from pdserve.store.client import display_url
+
+
+@click.command()
+@config_options
+@json_option
+def up(config_path: str | None, settings: tuple[str, ...], as_json: bool) -> int:
+    """Run a cluster on this machine until Ctrl-C.
+
+    Starts a redis server (unless store.url names one), a router, and the workers that `local` asks for; starts again
+    what ends by itself. Ctrl-C or SIGTERM lets running requests finish; a second one does not.
+    """
+    config = read_config(config_path, settings)
+    requests = catch_stop_signals()
+    cluster = LocalCluster(
+        config,
+        log_format="text" if sys.stderr.isatty() else "json",
+        sink=LineWriter(sys.stderr),
+        progress=lambda message: click.echo(message, err=True),
+    )
+    try:
+        cluster.start(requests.stopping)
+    except CancelledError:
+        return 0
+    try:
+        click.echo(_describe_json(cluster) if as_json else _describe(cluster))
+        cluster.supervise(requests.stopping)
+        click.echo("stopping: running requests may finish; Ctrl-C again to cut them off", err=True)
+    finally:
+        killed = cluster.stop(hurry=requests.hurry)
+    if killed and not requests.hurry.is_set():
+        click.echo(f"error: had to kill after the drain time: {', '.join(killed)}", err=True)
+        return 1
+    return 0
+
+
+def _describe_json(cluster: LocalCluster) -> str:
+    return json.dumps(
+        {
+            "address": cluster.address,
+            "redis_url": display_url(cluster.redis_url),
+            "processes": [{"name": p.name, "role": p.role, "pid": p.pid} for p in cluster.processes],
+        }
+    )
+
+
+def _describe(cluster: LocalCluster) -> str:
+    # The program under a name that works in another terminal, whether or not the environment is active there.
+    program = "pdserve" if shutil.which("pdserve") else f"{shlex.quote(sys.executable)} -m pdserve"
+    python = "python" if program == "pdserve" else shlex.quote(sys.executable)
+    router = "" if cluster.address == DEFAULT_ADDRESS else f" --router {cluster.address}"
+    workers = ", ".join(p.name for p in cluster.processes if p.role != "router")
+    call = (
+        f"from pdserve.client import Client; "
+        f'print(Client("{cluster.address}").generate("The sky is blue because", max_tokens=32).text)'
+    )
+    return f"""
+ready: {workers}
+  gRPC   {cluster.address}   (pdserve.rpc.v1.Inference; reflection and health are on)
+  redis  {display_url(cluster.redis_url)}
+
+Try, in another terminal:
+  {program} generate{router} "Why is the sky blue?"
+  {program} status{router}
+  {python} -c {shlex.quote(call)}
+
+Ctrl-C lets running requests finish and stops everything.
+"""

@@ -1,0 +1,1 @@
+"""Runs a whole cluster as processes of this machine: `pdserve.launch.cluster.LocalCluster`."""

@@ -1,0 +1,283 @@
+"""A router, its workers and, unless a URL is given, a redis server, as processes of this machine.
+
+Used by `pdserve up`, `pdserve demo` and the process tests. Signals, output and the decision when to stop belong to the
+caller; what a process does inside belongs to the process.
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from collections.abc import Callable, Sequence
+from types import TracebackType
+from typing import Any, Self
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from pdserve.client import Client
+from pdserve.config import Config
+from pdserve.errors import CancelledError, PdServeError, StoreError, WorkerLostError
+from pdserve.launch.addresses import dialable, reserve
+from pdserve.launch.plan import plan_processes
+from pdserve.launch.process import LineSink, ManagedProcess, StartError
+from pdserve.launch.restart import RestartPolicy
+from pdserve.service import READINESS
+from pdserve.store.embedded import EmbeddedRedis
+
+POLL_S = 0.05
+"""How often processes are looked at while starting and stopping."""
+STOP_MARGIN_S = 5.0
+"""What a process may take to end beyond its drain time."""
+ABORT_S = 0.5
+"""What a process may take to end that has nothing to finish."""
+HURRY_S = 2.0
+"""What is left to a process once the caller is in a hurry."""
+
+EMBEDDED = "embedded"
+
+
+def _ignore(message: str) -> None:
+    """Take no notice of progress."""
+
+
+class LocalCluster:
+    """Starts in `start`, or as a context manager; ends in `stop`. Never leaves a process, however it is used.
+
+    >>> with LocalCluster(load_config()) as cluster, Client(cluster.address) as client:
+    ...     print(client.generate("Once upon a time").text)
+
+    Processes are children of the thread that starts them, and the kernel kills them when that thread ends: call
+    `start` and `supervise` from the main thread.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        *,
+        log_format: str = "json",
+        sink: LineSink | None = None,
+        progress: Callable[[str], None] = _ignore,
+    ) -> None:
+        """`sink` gets every line that the processes write, `progress` what the cluster itself has to tell.
+
+        `log_format` is used where the configuration says `auto`, because the children write into pipes.
+        """
+        self.config = config
+        self._log_format = log_format if config.log.format == "auto" else config.log.format
+        self._sink = sink
+        self._progress = progress
+        self._redis: EmbeddedRedis | None = None
+        self._processes: dict[str, ManagedProcess] = {}
+        self._restarts: dict[str, RestartPolicy] = {}
+        self._due: dict[str, float] = {}
+        self.listen = ""
+        """host:port on which the router listens; set by `start`."""
+        self.redis_url = ""
+        """Set by `start`."""
+
+    @property
+    def address(self) -> str:
+        """host:port that clients connect to."""
+        return dialable(self.listen)
+
+    @property
+    def processes(self) -> Sequence[ManagedProcess]:
+        """Router, prefill workers, decode workers; not the redis server."""
+        return tuple(self._processes.values())
+
+    def process(self, name: str) -> ManagedProcess:
+        """The process with this worker id (or the router's). Raises KeyError."""
+        return self._processes[name]
+
+    def kill(self, name: str) -> None:
+        """SIGKILL one process and wait for its end."""
+        process = self._processes[name]
+        process.send_signal(signal.SIGKILL)
+        process.wait(STOP_MARGIN_S)
+
+    def start(self, stopping: threading.Event | None = None) -> None:
+        """Return when every worker is ready and connected to the router.
+
+        Raises StartError or ConfigError when that cannot be, and CancelledError when `stopping` is set meanwhile.
+        Either way nothing is left running.
+        """
+        try:
+            self._start(stopping or threading.Event())
+        except BaseException:
+            self._abort()
+            raise
+
+    def _start(self, stopping: threading.Event) -> None:
+        self.listen = reserve(self.config.router.listen, "router.listen")
+        if self.config.store.url == EMBEDDED:
+            self._progress("starting an embedded redis server")
+            self._redis = EmbeddedRedis()
+            try:
+                self._redis.start()
+            except StoreError as error:
+                raise StartError(error.message) from error
+            self.redis_url = self._redis.url
+        else:
+            self.redis_url = self.config.store.url
+        plans = plan_processes(
+            self.config, store_url=self.redis_url, router_address=self.listen, log_format=self._log_format
+        )
+        for plan in plans:
+            self._processes[plan.name] = ManagedProcess(plan, self._sink)
+            self._restarts[plan.name] = RestartPolicy()
+        self._progress("starting " + ", ".join(f"{p.name} (pid {p.pid})" for p in self.processes))
+        self._wait_ready(stopping)
+
+    def _wait_ready(self, stopping: threading.Event) -> None:
+        timeout_s = self.config.local.start_timeout_s
+        deadline = time.monotonic() + timeout_s
+        told: set[str] = set()
+        with Client(self.address, timeout_s=1.0) as client:
+            while True:
+                for process in self.processes:
+                    if not process.running:
+                        raise StartError(process.describe_end())
+                waiting = self._not_ready(client)
+                for name in self._processes:
+                    if name not in waiting and name not in told:
+                        told.add(name)
+                        self._progress(f"{name} is ready")
+                if not waiting:
+                    return
+                if time.monotonic() > deadline:
+                    raise StartError(
+                        f"not ready after {timeout_s:g} s (local.start_timeout_s): still waiting for "
+                        + ", ".join(waiting)
+                    )
+                if stopping.wait(POLL_S):
+                    raise CancelledError("stopped while the cluster was starting")
+
+    def _not_ready(self, client: Client) -> list[str]:
+        """Names of the processes that are still to come."""
+        workers = [p.name for p in self.processes if p.role != "router"]
+        routers = [p.name for p in self.processes if p.role == "router"]
+        try:
+            ready = {w.info.worker_id for w in client.status().workers if w.state == "ready"}
+        except PdServeError:
+            # The router is not up yet; if it cannot come up, its process ends.
+            return routers + workers
+        waiting = [name for name in workers if name not in ready]
+        return waiting if waiting or self._router_ready() else routers
+
+    def _router_ready(self) -> bool:
+        with grpc.insecure_channel(self.address) as channel:
+            # The published types of this stub leave its methods out.
+            health: Any = health_pb2_grpc.HealthStub(channel)
+            try:
+                answer = health.Check(health_pb2.HealthCheckRequest(service=READINESS), timeout=1.0)
+            except grpc.RpcError:
+                return False
+        return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
+
+    def supervise(self, stopping: threading.Event) -> None:
+        """Start processes again that end by themselves, with growing delays, until `stopping` is set.
+
+        The embedded redis server is started again at once, empty: workers register again by themselves. Raises
+        WorkerLostError when a process ends too often, and StoreError when redis does not come up again.
+        """
+        while not stopping.wait(POLL_S):
+            now = time.monotonic()
+            self._revive_redis()
+            for name, process in self._processes.items():
+                if name in self._due:
+                    if now >= self._due[name]:
+                        del self._due[name]
+                        self._processes[name] = ManagedProcess(process.plan, self._sink)
+                        self._progress(f"{name} started again (pid {self._processes[name].pid})")
+                elif not process.running:
+                    delay = self._restarts[name].ended(now - process.started)
+                    if delay is None:
+                        raise WorkerLostError(
+                            f"giving up after {self._restarts[name].failures} ends: {process.describe_end()}"
+                        )
+                    self._progress(f"{process.describe_end()}\nstarting {name} again in {delay:g} s")
+                    self._due[name] = now + delay
+
+    def _revive_redis(self) -> None:
+        if self._redis is None:
+            return
+        try:
+            self._redis.pid  # noqa: B018 - raises if it does not run
+        except StoreError:
+            self._progress("the embedded redis server has ended, starting it again")
+            self._redis.stop()
+            self._redis.start()
+
+    def _abort(self) -> None:
+        """End everything at once: nothing has been served that could be drained."""
+        try:
+            _stop_group(self.processes, ABORT_S, threading.Event())
+            self._processes.clear()
+        finally:
+            self._close_redis()
+
+    def _close_redis(self) -> None:
+        if self._redis is not None:
+            self._redis.close()
+            self._redis = None
+
+    def stop_processes(self, *, hurry: threading.Event | None = None) -> list[str]:
+        """Drain and end the router, then prefill workers, then decode workers. Redis goes on.
+
+        Each gets its drain time, or HURRY_S once `hurry` is set, and is then killed. Returns the names of those that
+        had to be.
+        """
+        hurry = hurry or threading.Event()
+        drain_s = {
+            "router": self.config.router.drain_timeout_s,
+            "prefill": self.config.prefill.drain_timeout_s,
+            "decode": self.config.decode.drain_timeout_s,
+        }
+        killed: list[str] = []
+        for role, limit_s in drain_s.items():
+            group = [p for p in self.processes if p.role == role]
+            killed += _stop_group(group, limit_s + STOP_MARGIN_S, hurry)
+        self._processes.clear()
+        return killed
+
+    def stop(self, *, hurry: threading.Event | None = None) -> list[str]:
+        """`stop_processes`, then the embedded redis server. Harmless when repeated."""
+        try:
+            return self.stop_processes(hurry=hurry)
+        finally:
+            self._close_redis()
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if kind is None:
+            self.stop()
+        else:
+            self._abort()
+
+
+def _stop_group(group: Sequence[ManagedProcess], grace_s: float, hurry: threading.Event) -> list[str]:
+    """SIGTERM, wait, SIGTERM again once there is a hurry, SIGKILL. Returns the names of those that had to be killed."""
+    for process in group:
+        process.send_signal(signal.SIGTERM)
+    deadline = time.monotonic() + grace_s
+    hurried = False
+    while any(p.running for p in group) and time.monotonic() < deadline:
+        if hurry.is_set() and not hurried:
+            hurried = True
+            deadline = min(deadline, time.monotonic() + HURRY_S)
+            for process in group:
+                # The second signal makes a service leave its drain.
+                process.send_signal(signal.SIGTERM)
+        time.sleep(POLL_S)
+    killed = [p.name for p in group if p.running]
+    for process in group:
+        process.send_signal(signal.SIGKILL)
+        process.wait(STOP_MARGIN_S)
+    return killed

@@ -1,0 +1,61 @@
+"""Looks for what a stopped cluster must not leave behind."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+import psutil
+from redis.asyncio import Redis
+from redis.exceptions import RedisError
+
+from pdserve.client import Client
+from pdserve.errors import StoreError, UnavailableError
+from pdserve.store.client import display_url, keys_without_ttl
+from pdserve.store.keys import Keyspace
+
+
+class ProcessRecord:
+    """The descendants of this process at one moment, told from later owners of their process ids."""
+
+    def __init__(self) -> None:
+        self._processes = psutil.Process().children(recursive=True)
+
+    def num_left(self) -> int:
+        """How many of them, and of the descendants there are now, have not ended."""
+        known = {*self._processes, *psutil.Process().children(recursive=True)}
+        return sum(p.is_running() and p.status() != psutil.STATUS_ZOMBIE for p in known)
+
+
+def blocks_in_use(client: Client, *, num_generated_tokens: int, timeout_s: float) -> int:
+    """Blocks that workers hold once they are idle; what is still held when `timeout_s` has passed.
+
+    Workers report by heartbeat, so a report may be older than the last request. Reports that count fewer generated
+    tokens than clients have received are not believed; UnavailableError if no newer one comes in time.
+    """
+    deadline = time.monotonic() + timeout_s
+    while True:
+        workers = client.status().workers
+        held = sum(w.stats.blocks_in_use for w in workers)
+        current = sum(w.stats.generated_tokens_total for w in workers) >= num_generated_tokens
+        expired = time.monotonic() > deadline
+        if current and (held == 0 or expired):
+            return held
+        if expired:
+            raise UnavailableError(f"workers have not reported their last tokens within {timeout_s:g} s")
+        time.sleep(0.05)
+
+
+def num_keys_without_ttl(redis_url: str, cluster: str, *, timeout_s: float) -> int:
+    """Keys of the deployment that would stay in redis for ever. Raises StoreError. Not for use in an event loop."""
+
+    async def count() -> int:
+        async with Redis.from_url(
+            redis_url, protocol=2, socket_timeout=timeout_s, socket_connect_timeout=timeout_s
+        ) as redis:
+            return len(await keys_without_ttl(redis, Keyspace(cluster).prefix))
+
+    try:
+        return asyncio.run(count())
+    except RedisError as error:
+        raise StoreError(f"redis at {display_url(redis_url)}: {error}") from error

@@ -1,0 +1,297 @@
+"""The command line: output, exit codes, messages."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import pytest
+
+from pdserve import __version__
+from pdserve.cli.main import COMMANDS, LazyGroup, cli, main
+from pdserve.cli.timeline import bar_cells
+from pdserve.rpc.v1 import common_pb2
+from pdserve.rpc.v1 import inference_pb2 as pb
+from pdserve.testing.fake_router import FakeRouter
+
+CapturedOutput = pytest.CaptureFixture[str]
+
+
+@pytest.fixture(autouse=True)
+def _plain_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in os.environ:
+        if name.startswith("PDSERVE_"):
+            monkeypatch.delenv(name)
+
+
+@pytest.fixture
+def router() -> Iterator[FakeRouter]:
+    with FakeRouter() as router:
+        yield router
+
+
+def test_help_names_every_command(capsys: CapturedOutput) -> None:
+    assert main(["--help"]) == 0
+    out = capsys.readouterr().out
+    for name in COMMANDS:
+        assert f"\n  {name} " in out
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_the_help_in_the_table_is_that_of_the_command(name: str) -> None:
+    assert isinstance(cli, LazyGroup)
+    command = cli.get_command(None, name)  # type: ignore[arg-type]
+    assert command is not None
+    assert command.help is not None
+    assert command.help.splitlines()[0] == COMMANDS[name][1]
+    assert command.name == name
+
+
+def test_help_imports_neither_grpc_nor_pydantic_nor_torch() -> None:
+    code = (
+        "import sys; from pdserve.cli.main import main; assert main(['--help']) == 0;"
+        "print([m for m in ('grpc', 'pydantic', 'torch', 'rich', 'redis', 'yaml') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "[]"
+
+
+def test_version(capsys: CapturedOutput) -> None:
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"pdserve {__version__}\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["statsu"], "error: no such command 'statsu', did you mean 'status'? (see `pdserve --help`)"),
+        (["generate"], "error: Missing argument 'PROMPT'. (see `pdserve generate --help`)"),
+        (["generate", "--max-tokens", "many", "Hi"], "'many' is not a valid integer"),
+        (["generate", "--raw", "--system", "x", "Hi"], "--system belongs to a chat"),
+        (["status", "--router", "nowhere"], "router.listen: must be host:port"),
+        (["config", "check", "--set", "router.listen"], "--set router.listen: must look like section.key=value"),
+        (["config", "check", "absent.yaml"], "absent.yaml: cannot be read"),
+        (["prefill", "--config", "absent.yaml"], "absent.yaml: cannot be read"),
+    ],
+)
+def test_a_wrong_command_line_is_exit_code_2_and_one_line(
+    arguments: list[str], message: str, capsys: CapturedOutput
+) -> None:
+    assert main(arguments) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert message in captured.err
+    assert "Traceback" not in captured.err
+
+
+def test_config_check_reports_every_problem_at_once(tmp_path: Path, capsys: CapturedOutput) -> None:
+    path = tmp_path / "bad.yaml"
+    path.write_text("router: {listn: 'a:1'}\nkv: {block_size: 10}\n")
+    assert main(["config", "check", str(path), "--set", "engine.dtype=int4"]) == 2
+    err = capsys.readouterr().err
+    assert "3 problem(s)" in err
+    assert "router.listn: unknown key, did you mean 'listen'?" in err
+    assert "kv.block_size" in err
+    assert "engine.dtype" in err
+
+
+def test_config_check_says_ok_for_each_file(tmp_path: Path, capsys: CapturedOutput) -> None:
+    paths = [tmp_path / "a.yaml", tmp_path / "b.yaml"]
+    for path in paths:
+        path.write_text("cluster: x\n")
+    assert main(["config", "check", *map(str, paths)]) == 0
+    assert capsys.readouterr().out.splitlines() == [f"ok: {path}" for path in paths]
+
+
+def test_config_show_prints_effective_settings_without_the_password(
+    monkeypatch: pytest.MonkeyPatch, capsys: CapturedOutput
+) -> None:
+    monkeypatch.setenv("PDSERVE__ROUTER__MAX_ATTEMPTS", "7")
+    assert main(["config", "show", "--json", "--set", "store.url=redis://user:hunter2@host:6379/0"]) == 0
+    out = capsys.readouterr().out
+    shown = json.loads(out)
+    assert shown["router"]["max_attempts"] == 7
+    assert shown["store"]["url"] == "redis://host:6379/0"
+    assert "hunter2" not in out
+
+
+def test_config_schema_is_a_json_schema(capsys: CapturedOutput) -> None:
+    assert main(["config", "schema"]) == 0
+    assert json.loads(capsys.readouterr().out)["properties"]["router"]
+
+
+def test_generate_streams_text_and_nothing_else_to_stdout(router: FakeRouter, capsys: CapturedOutput) -> None:
+    assert main(["generate", "Hi", "--router", router.address]) == 0
+    captured = capsys.readouterr()
+    assert captured.out == "Hello, wörld\n"
+    assert captured.err == ""
+    assert router.requests[0].chat.messages[0] == pb.ChatMessage(role="user", content="Hi")
+
+
+def test_generate_passes_its_options_on(router: FakeRouter, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PDSERVE__ROUTER__LISTEN", router.address)
+    assert main(
+        ["generate", "--raw", "Once", "--max-tokens", "3", "--temperature", "0.5", "--top-k", "4", "--top-p", "0.5",
+         "--min-p", "0.25", "--seed", "9", "--stop", "a", "--stop", "b", "--ignore-eos", "--model", "m",
+         "--timeout", "60"]
+    ) == 0  # fmt: skip
+    (sent,) = router.requests
+    assert sent == pb.GenerateRequest(
+        text="Once",
+        model="m",
+        sampling=common_pb2.SamplingParams(temperature=0.5, top_k=4, top_p=0.5, min_p=0.25, seed=9),
+        stop=common_pb2.StopParams(max_tokens=3, ignore_eos=True, stop=["a", "b"]),
+    )
+    assert router.time_remaining_s[0] == pytest.approx(60, abs=10)
+
+
+def test_generate_reads_the_prompt_from_stdin(router: FakeRouter, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO("Grüße\n".encode()), encoding="utf-8"))
+    assert main(["generate", "--raw", "-", "--router", router.address]) == 0
+    assert router.requests[0].text == "Grüße\n"
+
+
+def test_generate_refuses_a_prompt_that_is_not_utf8(
+    router: FakeRouter, monkeypatch: pytest.MonkeyPatch, capsys: CapturedOutput
+) -> None:
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"\xff\xfe"), encoding="utf-8"))
+    assert main(["generate", "-", "--router", router.address]) == 2
+    assert "error: prompt: standard input is not UTF-8" in capsys.readouterr().err
+    assert not router.requests
+
+
+def test_generate_json_is_one_object(router: FakeRouter, capsys: CapturedOutput) -> None:
+    assert main(["generate", "Hi", "--json", "--router", router.address]) == 0
+    record = json.loads(capsys.readouterr().out)
+    assert record["text"] == "Hello, wörld"
+    assert record["token_ids"] == [11, 12, 13, 2]
+    assert record["finish_reason"] == "stop"
+    assert sum(record["phases_ms"].values()) == pytest.approx(record["e2e_ms"])
+
+
+def test_generate_timeline_goes_to_stderr(router: FakeRouter, capsys: CapturedOutput) -> None:
+    assert main(["generate", "Hi", "--timeline", "--router", router.address]) == 0
+    captured = capsys.readouterr()
+    assert captured.out == "Hello, wörld\n"
+    bar, phases, figures = captured.err.splitlines()
+    assert len(bar.split()[0]) == 60
+    assert set(bar.split()[0]) == set("tqPxhd")
+    assert phases.endswith("= 102.0 ms")
+    assert "TTFT 33.0 ms, TPOT 23.0 ms, 7 prompt + 4 output tokens (stop), KV 3.00 MiB by grpc" in figures
+
+
+def test_no_router_is_one_line_with_a_remedy(capsys: CapturedOutput) -> None:
+    assert main(["generate", "Hi", "--router", "127.0.0.1:1"]) == 1
+    err = capsys.readouterr().err
+    assert err.startswith("error: no router answers at 127.0.0.1:1: start one with `pdserve up`")
+    assert err.count("\n") == 1
+
+
+async def _endless(request: pb.GenerateRequest) -> AsyncIterator[pb.GenerateResponse]:
+    yield pb.GenerateResponse(request_id="endless", text_delta="once")
+    await asyncio.Event().wait()
+
+
+def test_ctrl_c_cancels_the_request(router: FakeRouter) -> None:
+    router.script = _endless
+    process = subprocess.Popen(
+        [sys.executable, "-m", "pdserve", "generate", "Hi", "--router", router.address],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+    with process:
+        assert process.stdout is not None
+        assert process.stdout.read(4) == b"once"
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=20)
+    assert process.returncode == 130
+    assert err.strip() == b"interrupted"
+    assert router.cancelled.wait(5)
+
+
+def test_a_reader_that_goes_away_ends_generate_without_a_traceback(router: FakeRouter) -> None:
+    going_on = threading.Event()
+
+    async def patient(request: pb.GenerateRequest) -> AsyncIterator[pb.GenerateResponse]:
+        yield pb.GenerateResponse(text_delta="once")
+        await asyncio.to_thread(going_on.wait, 20)
+        while True:
+            yield pb.GenerateResponse(text_delta="upon a time " * 1000)
+
+    router.script = patient
+    process = subprocess.Popen(
+        [sys.executable, "-m", "pdserve", "generate", "Hi", "--router", router.address],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+    assert process.stdout is not None
+    assert process.stderr is not None
+    with process.stdout, process.stderr:
+        assert process.stdout.read(4) == b"once"
+        process.stdout.close()
+        going_on.set()
+        assert process.wait(20) == 1
+        assert process.stderr.read() == b""
+    assert router.cancelled.wait(5)
+
+
+def test_status_shows_workers_as_a_table_and_as_json(router: FakeRouter, capsys: CapturedOutput) -> None:
+    router.status.workers.add(
+        state="ready",
+        silent_s=0.25,
+        info=common_pb2.WorkerInfo(
+            worker_id="decode-0",
+            role="decode",
+            address="10.0.0.1:9",
+            kv_layout=common_pb2.KvLayout(dtype="float32", block_size=16, num_layers=1, num_kv_heads=1, head_dim=8),
+        ),
+        stats=common_pb2.WorkerStats(blocks_in_use=3, blocks_total=900, num_running=2, kv_bytes_total=3 << 20),
+    )
+    assert main(["status", "--router", router.address]) == 0
+    first, header, row = capsys.readouterr().out.splitlines()
+    assert first.startswith(f"router fake at {router.address}")
+    assert "redis ok" in first
+    assert header.split()[:4] == ["worker", "role", "state", "address"]
+    assert row.split() == ["decode-0", "decode", "ready", "10.0.0.1:9", "0", "0", "2", "3/900", "0", "0", "3.0", "0.2"]
+    assert main(["status", "--json", "--router", router.address]) == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert shown["workers"][0]["stats"]["blocks_in_use"] == 3
+    assert shown["store_available"] is True
+
+
+def test_status_without_workers_says_so(router: FakeRouter, capsys: CapturedOutput) -> None:
+    assert main(["status", "--router", router.address]) == 0
+    assert capsys.readouterr().out.splitlines()[1] == "no workers"
+
+
+def test_models_and_tokenize(router: FakeRouter, capsys: CapturedOutput) -> None:
+    assert main(["models", "--router", router.address]) == 0
+    assert "fake-model" in capsys.readouterr().out
+    assert main(["models", "--json", "--router", router.address]) == 0
+    assert json.loads(capsys.readouterr().out)["models"][0]["max_model_len"] == 2048
+    assert main(["tokenize", "AB", "--router", router.address]) == 0
+    assert capsys.readouterr().out == "65 66\n"
+    assert main(["tokenize", "--json", "--chat", "AB", "--router", router.address]) == 0
+    assert json.loads(capsys.readouterr().out) == {"token_ids": [65, 66], "num_tokens": 2}
+
+
+@pytest.mark.parametrize(
+    "values", [(1.0, 2.0, 3.0), (0.001, 100.0, 0.001), (5.0,), (0.0, 0.0, 7.0), (1, 1, 1, 1, 1, 1)]
+)
+def test_the_cells_of_a_timeline_fill_the_bar_in_proportion(values: tuple[float, ...]) -> None:
+    cells = bar_cells(values, 60)
+    assert sum(cells) == 60
+    for value, count in zip(values, cells, strict=True):
+        assert abs(count - value * 60 / sum(values)) < 1
+
+
+def test_a_timeline_of_nothing_is_empty() -> None:
+    assert bar_cells((0.0, 0.0), 60) == [0, 0]

@@ -1,0 +1,120 @@
+"""What a local cluster consists of, and when it restarts what has ended."""
+
+from __future__ import annotations
+
+import io
+import socket
+from typing import Any
+
+import pytest
+
+from pdserve.config import Config, load_config
+from pdserve.errors import ConfigError
+from pdserve.launch.addresses import dialable, reserve
+from pdserve.launch.plan import ProcessPlan, available_cores, plan_processes
+from pdserve.launch.process import LineWriter
+from pdserve.launch.restart import MAX_DELAY_S, MAX_FAILURES, STABLE_S, RestartPolicy
+
+
+def config_of(**overrides: Any) -> Config:
+    return load_config(environ={}, overrides={k.replace("__", "."): v for k, v in overrides.items()})
+
+
+def plan(**overrides: Any) -> list[ProcessPlan]:
+    return plan_processes(
+        config_of(**overrides), store_url="unix:///redis.sock", router_address="127.0.0.1:7", log_format="text"
+    )
+
+
+def test_a_cluster_is_a_router_and_its_workers_with_stable_names() -> None:
+    plans = plan(local__prefill_workers=2, local__decode_workers=1)
+    assert [(p.name, p.command) for p in plans] == [
+        ("router-0", "router"),
+        ("prefill-0", "prefill"),
+        ("prefill-1", "prefill"),
+        ("decode-0", "decode"),
+    ]
+    assert plans[0].config.router.router_id == "router-0"
+    assert plans[2].config.prefill.worker_id == "prefill-1"
+    assert plans[3].config.decode.worker_id == "decode-0"
+
+
+def test_every_process_gets_the_same_store_and_the_router_its_address() -> None:
+    plans = plan(local__prefill_workers=2)
+    assert {p.config.store.url for p in plans} == {"unix:///redis.sock"}
+    assert {p.config.log.format for p in plans} == {"text"}
+    assert plans[0].config.router.listen == "127.0.0.1:7"
+
+
+def test_threads_are_shared_out_unless_they_are_set() -> None:
+    cores = available_cores()
+    assert {p.config.engine.threads for p in plan()} == {max(1, cores // 2)}
+    assert {p.config.engine.threads for p in plan(local__prefill_workers=64)} == {max(1, cores // 65)}
+    assert {p.config.engine.threads for p in plan(engine__threads=7)} == {7}
+
+
+def test_a_single_worker_keeps_the_name_that_is_configured_and_several_get_numbers() -> None:
+    assert [p.name for p in plan(prefill__worker_id="mine")][1] == "mine"
+    assert [p.name for p in plan(prefill__worker_id="mine", local__prefill_workers=2)][1:3] == ["mine-0", "mine-1"]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ({"local__decode_workers": 2, "decode__listen": "127.0.0.1:9"}, r"decode\.listen: 127\.0\.0\.1:9 .* 2 workers"),
+        ({"local__prefill_workers": 2, "prefill__advertise": "a:9"}, r"prefill\.advertise"),
+        ({"prefill__worker_id": "same", "decode__worker_id": "same"}, "'same' names more than one process"),
+    ],
+)
+def test_settings_that_only_one_worker_can_have_are_refused(overrides: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        plan(**overrides)
+
+
+def test_a_wildcard_address_is_dialled_on_this_machine() -> None:
+    assert dialable("0.0.0.0:5") == "127.0.0.1:5"
+    assert dialable("[::]:5") == "[::1]:5"
+    assert dialable("example.org:5") == "example.org:5"
+
+
+def test_port_0_becomes_a_free_port_and_a_taken_one_is_an_error() -> None:
+    """O-OPS-4"""
+    listen = reserve("127.0.0.1:0", "router.listen")
+    host, port = listen.split(":")
+    assert reserve(listen, "router.listen") == listen
+    with socket.socket() as taken:
+        taken.bind((host, int(port)))
+        taken.listen()
+        with pytest.raises(ConfigError, match=rf"router\.listen: cannot listen on {listen}: Address already in use"):
+            reserve(listen, "router.listen")
+
+
+def test_an_address_of_another_machine_is_an_error() -> None:
+    with pytest.raises(ConfigError, match=r"router\.listen: cannot listen on 192\.0\.2\.1:0"):
+        reserve("192.0.2.1:0", "router.listen")
+
+
+def test_restarts_are_delayed_more_and_more_and_then_given_up() -> None:
+    policy = RestartPolicy()
+    delays = [policy.ended(ran_s=1.0) for _ in range(MAX_FAILURES + 1)]
+    assert delays[-1] is None
+    numbers = [d for d in delays[:-1] if d is not None]
+    assert len(numbers) == MAX_FAILURES
+    assert numbers == sorted(numbers)
+    assert max(numbers) <= MAX_DELAY_S
+
+
+def test_a_process_that_ran_for_long_starts_with_a_clean_record() -> None:
+    policy = RestartPolicy()
+    first = policy.ended(ran_s=1.0)
+    for _ in range(MAX_FAILURES - 1):
+        policy.ended(ran_s=1.0)
+    assert policy.ended(ran_s=STABLE_S) == first
+
+
+def test_lines_of_output_carry_the_name_of_their_process_and_json_stays_json() -> None:
+    out = io.StringIO()
+    write = LineWriter(out)
+    write("decode-0", "Traceback")
+    write("decode-0", '{"msg": "ready"}')
+    assert out.getvalue() == 'decode-0 | Traceback\n{"msg": "ready"}\n'
