@@ -1,0 +1,1 @@
+"""The router: public API, placement, retries. Starts without torch."""

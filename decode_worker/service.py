@@ -1,0 +1,287 @@
+"""The decode worker process: the scheduler's surroundings. Owns the clock, the blocks, the engine and the streams."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import defaultdict
+from collections.abc import AsyncIterator, Sequence
+
+from grpc.aio import ServicerContext
+
+from decode_worker.scheduler import DecodeScheduler
+from decode_worker.sequences import CancelReservation, Emit, FreeBlocks, NoRoom, PlannedToken, SequenceState
+from kv_transfer import Busy, HandoffReceiver
+from kv_transfer.settings import transfer_config
+from pdserve.config import Config
+from pdserve.engine.batch import SampleRequest, SequenceChunk, build_batch
+from pdserve.engine.block_manager import BlockManager, Blocks
+from pdserve.errors import InternalError, UnavailableError
+from pdserve.logs import configure_logging
+from pdserve.rpc.codec import stats_to_proto, worker_info_to_proto
+from pdserve.rpc.v1 import handoff_pb2, worker_pb2_grpc
+from pdserve.rpc.v1 import worker_pb2 as pb
+from pdserve.types import GenerationJob, HandoffId, Role, WorkerStats
+from pdserve.worker.codec import decode_command_from_proto, decode_events_to_proto
+from pdserve.worker.drain import DrainWaiter
+from pdserve.worker.events import Cancel, DecodeCommand, DecodeEvent
+from pdserve.worker.host import STUCK_STEP_S, WorkerHost
+from pdserve.worker.limits import JobLimits
+from pdserve.worker.model import EngineFactory
+from pdserve.worker.process import run_worker
+from pdserve.worker.sessions import SessionCodec, SessionHub
+from pdserve.worker.tasks import Alarm
+
+log = logging.getLogger(__name__)
+
+SERVICE_NAME = pb.DESCRIPTOR.services_by_name["DecodeWorker"].full_name
+TRANSFER_SERVICE_NAME = handoff_pb2.DESCRIPTOR.services_by_name["KvTransfer"].full_name
+
+Hub = SessionHub[pb.DecodeCommand, pb.DecodeEvents, DecodeCommand, DecodeEvent]
+
+
+class DecodeService(worker_pb2_grpc.DecodeWorkerServicer):
+    """Implements `pdserve.service.Service`, and `kv_transfer`'s `Admission`.
+
+    All state belongs to the event loop: every event calls the scheduler and then carries out its actions, without
+    awaiting anything in between.
+    """
+
+    def __init__(
+        self, config: Config, *, engine_factory: EngineFactory | None = None, stuck_step_s: float = STUCK_STEP_S
+    ) -> None:
+        """`engine_factory` replaces loading the configured model. A step longer than `stuck_step_s` has hung."""
+        self._config = config
+        self._host = WorkerHost(
+            Role.DECODE, config, config.decode, engine_factory=engine_factory, stuck_step_s=stuck_step_s
+        )
+        self._scheduler: DecodeScheduler
+        self._blocks: BlockManager
+        self._receiver: HandoffReceiver | None = None
+        self._hub: Hub | None = None
+        self._held: dict[HandoffId, Blocks] = {}
+        """Blocks of each sequence and reservation."""
+        self._draining = False
+        self._wake = asyncio.Event()
+        """Something may have become computable."""
+        self._alarm = Alarm(self._on_timer)
+        self._drained = DrainWaiter()
+
+    # Service ----------------------------------------------------------------------------------------------------------
+
+    async def start(self) -> None:
+        """See `Service.start`."""
+        config, host = self._config, self._host
+        await host.open([SERVICE_NAME, TRANSFER_SERVICE_NAME])
+        info, engine = host.info, host.runner.engine
+        self._blocks = BlockManager(engine.num_blocks)
+        self._scheduler = DecodeScheduler(
+            num_blocks=engine.num_blocks,
+            block_size=engine.layout.block_size,
+            max_batch_size=config.decode.max_batch_size,
+            limits=JobLimits(vocab_size=engine.config.vocab_size, max_model_len=info.max_model_len),
+        )
+        self._hub = SessionHub(
+            SessionCodec(decode=decode_command_from_proto, encode=decode_events_to_proto),
+            info=info,
+            get_stats=self.stats,
+            on_command=self._on_command,
+            on_router_lost=self._on_router_lost,
+            heartbeat_s=config.health.heartbeat_s,
+            peer_timeout_s=config.health.peer_timeout_s,
+            tasks=host.tasks,
+        )
+        self._receiver = HandoffReceiver(info=info, store=engine.store, admission=self, config=transfer_config(config))
+        self._receiver.register(host.server)
+        await self._receiver.start()
+        worker_pb2_grpc.add_DecodeWorkerServicer_to_server(self, host.server)
+        host.tasks.spawn(self._decode(), "decode-steps")
+        await host.announce(self.stats)
+
+    async def run(self) -> None:
+        """See `Service.run`: returns after a failure, or when a newer process has taken this one's name."""
+        if await self._host.ended():
+            await self.drain()
+
+    async def drain(self) -> None:
+        """See `Service.drain`: finishes when every sequence has."""
+        if left := await self._drain(self._config.decode.drain_timeout_s):
+            log.warning("drain time is over", extra={"requests_left": left})
+
+    async def stop(self) -> None:
+        """See `Service.stop`."""
+        self._alarm.set(None)
+        if self._hub is not None:
+            await self._hub.aclose(1.0)
+        await self._host.join_engine()
+        if self._receiver is not None:
+            await self._receiver.aclose()
+        await self._host.aclose()
+
+    @property
+    def host(self) -> WorkerHost:
+        """Identity and address, once started."""
+        return self._host
+
+    def stats(self) -> WorkerStats:
+        """What the worker is doing now."""
+        scheduler, runner = self._scheduler, self._host.runner
+        assert self._receiver is not None
+        return WorkerStats(
+            num_running=scheduler.count(SequenceState.RUNNING, SequenceState.LEAVING),
+            num_transferring=scheduler.count(SequenceState.RESERVED, SequenceState.RELEASING),
+            queued_tokens=scheduler.num_running_tokens,
+            blocks_in_use=self._blocks.num_used,
+            blocks_total=self._blocks.num_blocks,
+            prefill_tokens_total=runner.num_prefill_tokens,
+            generated_tokens_total=runner.num_sampled_tokens,
+            kv_bytes_total=self._receiver.stats.bytes_received,
+            failed_handoffs_total=self._receiver.stats.num_failed,
+            steps_total=runner.num_steps,
+            draining=self._draining,
+        )
+
+    def check_integrity(self) -> None:
+        """Assert that the scheduler and the block manager agree, and that neither contradicts itself."""
+        self._blocks.check_integrity()
+        assert self._blocks.num_free == self._scheduler.num_free_blocks, "scheduler and block manager disagree"
+
+    # gRPC -------------------------------------------------------------------------------------------------------------
+
+    async def Session(  # noqa: N802 - the name is the method's in worker.proto
+        self, request_iterator: AsyncIterator[pb.DecodeCommand], context: ServicerContext[object, object]
+    ) -> AsyncIterator[pb.DecodeEvents]:
+        """See worker.proto."""
+        assert self._hub is not None
+        async for message in self._hub.serve(request_iterator):
+            yield message
+
+    async def GetStats(  # noqa: N802
+        self, request: pb.GetStatsRequest, context: ServicerContext[object, object]
+    ) -> pb.GetStatsResponse:
+        """See worker.proto."""
+        return pb.GetStatsResponse(info=worker_info_to_proto(self._host.info), stats=stats_to_proto(self.stats()))
+
+    async def Drain(  # noqa: N802
+        self, request: pb.DrainRequest, context: ServicerContext[object, object]
+    ) -> pb.DrainResponse:
+        """See worker.proto."""
+        return pb.DrainResponse(num_remaining=await self._drain(request.timeout_s))
+
+    async def _drain(self, timeout_s: float) -> int:
+        assert self._hub is not None and self._receiver is not None
+        self._draining = True
+        self._receiver.set_draining(True)
+        await self._host.begin_drain()
+        self._hub.beat()
+        return await self._drained.wait(lambda: self._scheduler.num_sequences, timeout_s)
+
+    # Admission --------------------------------------------------------------------------------------------------------
+
+    def reserve(self, job: GenerationJob, handoff: HandoffId, num_tokens: int) -> Sequence[int] | Busy:
+        """See `Admission.reserve`. Blocks past those for `num_tokens` are set aside for the output."""
+        assert self._hub is not None
+        if job.router_id not in self._hub:
+            raise UnavailableError(f"router {job.router_id} has no session with decode worker {self._host.worker_id}")
+        answer = self._scheduler.reserve(job, num_tokens, time.monotonic())
+        if isinstance(answer, NoRoom):
+            return Busy(handoff, answer.retry_after_s)
+        blocks = self._blocks.allocate(answer)
+        assert blocks is not None, "the scheduler counts other blocks than the block manager"
+        self._held[handoff] = blocks
+        self._changed()
+        return blocks.ids[: self._host.info.kv_layout.num_blocks(num_tokens)]
+
+    def release(self, handoff: HandoffId) -> None:
+        """See `Admission.release`."""
+        self._scheduler.release(handoff)
+        self._changed()
+
+    def commit(self, handoff: HandoffId, first_token: int) -> None:
+        """See `Admission.commit`."""
+        self._scheduler.commit(handoff, first_token)
+        self._changed()
+
+    def supersede(self, handoff: HandoffId) -> None:
+        """See `Admission.supersede`."""
+        self._scheduler.supersede(handoff)
+        self._changed()
+
+    # Events -----------------------------------------------------------------------------------------------------------
+
+    def _on_command(self, router_id: str, command: DecodeCommand) -> None:
+        if not isinstance(command, Cancel):
+            return
+        if self._scheduler.state_of(command.id) is None:
+            # The prefill worker's request for room may still be on its way; it will be refused.
+            assert self._receiver is not None
+            self._receiver.cancel(command.id)
+        else:
+            self._scheduler.cancel(command.id)
+            self._changed()
+
+    def _on_router_lost(self, router_id: str) -> None:
+        self._scheduler.router_lost(router_id)
+        self._changed()
+
+    def _on_timer(self) -> None:
+        self._scheduler.tick(time.monotonic())
+        self._changed()
+
+    # Actions ----------------------------------------------------------------------------------------------------------
+
+    def _changed(self) -> None:
+        """After an event: do what the scheduler asks for, and see whether there is something to compute now."""
+        assert self._hub is not None and self._receiver is not None
+        events: defaultdict[str, list[DecodeEvent]] = defaultdict(list)
+        for action in self._scheduler.take_actions():
+            match action:
+                case CancelReservation(key):
+                    self._receiver.cancel(key)
+                case FreeBlocks(key, committed):
+                    self._blocks.free(self._held.pop(key))
+                    if committed:
+                        self._receiver.finished(key)
+                case Emit(router_id, event):
+                    events[router_id].append(event)
+        for router_id, batch in events.items():
+            self._hub.post(router_id, batch)
+        self._alarm.set(self._scheduler.next_timer())
+        self._drained.notify()
+        self._wake.set()
+
+    async def _decode(self) -> None:
+        """One step after the other, for ever. Raises InternalError when the engine cannot be trusted any more."""
+        runner = self._host.runner
+        while True:
+            plan = self._scheduler.plan_step()
+            if not plan:
+                self._wake.clear()
+                await self._wake.wait()
+                continue
+            batch = build_batch([self._chunk(token) for token in plan], runner.engine.layout.block_size)
+            try:
+                result = await runner.step(batch)
+            except InternalError as error:
+                self._scheduler.step_failed(error)
+                self._changed()
+                if runner.broken:
+                    raise
+                continue
+            self._scheduler.step_done(result.token_ids, result.query_lens, result.duration_s)
+            self._changed()
+
+    def _chunk(self, token: PlannedToken) -> SequenceChunk:
+        return SequenceChunk(
+            token_ids=(token.token_id,),
+            start_position=token.position,
+            block_table=self._held[token.key].ids,
+            sample=SampleRequest.for_job(token.job, token.output_index),
+        )
+
+
+def main(config: Config) -> int:
+    """Run a decode worker until it is told to stop. Returns the exit code."""
+    configure_logging(config.log, config.decode.worker_id or Role.DECODE.value)
+    return run_worker(lambda: DecodeService(config))

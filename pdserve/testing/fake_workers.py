@@ -1,0 +1,214 @@
+"""Prefill and decode workers without a model: worker.proto over real gRPC, with a made-up next token and pause points.
+
+The next token depends on every token before it, so an output is right only if nothing was lost, doubled or changed on
+the way, whatever happened to the workers. A hand-off is a function call between two fakes of one process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections.abc import AsyncIterator, Callable, Sequence
+from typing import Any
+
+import grpc
+
+from pdserve.rpc.codec import finish_to_proto, job_from_proto, stats_to_proto, worker_info_to_proto
+from pdserve.rpc.v1 import worker_pb2 as pb
+from pdserve.rpc.v1 import worker_pb2_grpc as pb_grpc
+from pdserve.testing.fake_worker_base import FakeWorker, NextToken, PausePoint
+from pdserve.types import GenerationJob
+from pdserve.worker_info import WorkerInfo
+
+KV_BYTES_PER_TOKEN = 100
+FAKE_PREFILL_S = 0.002
+FAKE_STEP_S = 0.001
+
+
+class FakeDecodeWorker(FakeWorker[pb.DecodeEvents], pb_grpc.DecodeWorkerServicer):
+    """Takes jobs from fake prefill workers."""
+
+    def __init__(self, info: WorkerInfo, next_token: NextToken, heartbeat_s: float = 0.1) -> None:
+        super().__init__(info, next_token, heartbeat_s)
+        self.before_step = PausePoint()
+        self.tokens_per_step = 1
+        self.num_taken_over = 0
+        """Hand-offs so far."""
+        self.repeat_messages = 1
+        """How often each message of tokens is sent."""
+        self.fail_with: pb.JobFailed | None = None
+        """Sent in place of the first step of every job; ids are filled in."""
+
+    def _register(self, server: grpc.aio.Server) -> None:
+        pb_grpc.add_DecodeWorkerServicer_to_server(self, server)
+
+    def _wrap(self, hello: bool, stats: bool) -> pb.DecodeEvents:
+        if hello:
+            greeting = pb.WorkerHello(info=worker_info_to_proto(self.info), stats=stats_to_proto(self.stats))
+            return pb.DecodeEvents(hello=greeting)
+        return pb.DecodeEvents(stats=stats_to_proto(self.stats) if stats else None)
+
+    async def Session(self, request_iterator: Any, context: Any) -> AsyncIterator[pb.DecodeEvents]:  # noqa: N802
+        """See worker.proto."""
+        router_id = await self._greet(request_iterator, context)
+        async for message in self._serve(router_id, request_iterator, _no_command):
+            yield message
+
+    async def GetStats(self, request: pb.GetStatsRequest, context: Any) -> pb.GetStatsResponse:  # noqa: N802
+        """See worker.proto."""
+        return pb.GetStatsResponse(info=worker_info_to_proto(self.info), stats=stats_to_proto(self.stats))
+
+    async def Drain(self, request: pb.DrainRequest, context: Any) -> pb.DrainResponse:  # noqa: N802
+        """See worker.proto."""
+        self.stats = dataclasses.replace(self.stats, draining=True)
+        return pb.DrainResponse(num_remaining=self.num_jobs)
+
+    def take_over(self, job: GenerationJob, first_token: int) -> None:
+        """A hand-off: `first_token` follows the tokens of `job`."""
+        self.num_taken_over += 1
+        self._run(job, lambda: self._decode(job, first_token))
+
+    async def _decode(self, job: GenerationJob, first_token: int) -> None:
+        tokens = [*job.token_ids, first_token]
+        first_step = True
+        while True:
+            await self.before_step.reach()
+            if self.fail_with is not None:
+                failed = pb.JobFailed()
+                failed.CopyFrom(self.fail_with)
+                failed.request_id, failed.attempt = job.request_id, job.attempt
+                self._emit(job.router_id, pb.DecodeEvents(events=[pb.DecodeEvent(failed=failed)]))
+                return
+            first_index = len(tokens) - job.num_prompt_tokens
+            new: list[int] = []
+            finish = None
+            while len(new) < self.tokens_per_step and finish is None:
+                token = self.next_token(tokens)
+                tokens.append(token)
+                new.append(token)
+                finish = job.finish_reason(first_index + len(new) - 1, token)
+            step = pb.StepTokens(
+                request_id=job.request_id,
+                attempt=job.attempt,
+                first_index=first_index,
+                token_ids=new,
+                finish_reason=finish_to_proto(finish),
+                first_step_s=FAKE_STEP_S if first_step else 0.0,
+            )
+            first_step = False
+            for _ in range(self.repeat_messages):
+                self._emit(job.router_id, pb.DecodeEvents(events=[pb.DecodeEvent(tokens=step)]))
+            if finish is not None:
+                return
+            await asyncio.sleep(0)
+
+
+class FakePrefillWorker(FakeWorker[pb.PrefillEvents], pb_grpc.PrefillWorkerServicer):
+    """Computes nothing, and hands over to one of `peers`."""
+
+    def __init__(
+        self,
+        info: WorkerInfo,
+        next_token: NextToken,
+        peers: Callable[[str], FakeDecodeWorker | None],
+        heartbeat_s: float = 0.1,
+    ) -> None:
+        """`peers` finds a decode worker by id."""
+        super().__init__(info, next_token, heartbeat_s)
+        self._peers = peers
+        self.before_start = PausePoint()
+        self.before_first_token = PausePoint()
+        self.before_hand_off = PausePoint()
+        self.before_report = PausePoint()
+        self.hand_off_before_first_token = False
+        """The decode worker then has the request before the router gets the first token."""
+        self.jobs: list[GenerationJob] = []
+        """Jobs received, in order."""
+        self.targets: list[tuple[str, ...]] = []
+        """Decode workers that each job named."""
+        self.fail_with: pb.JobFailed | None = None
+        """Sent in place of starting any job; ids are filled in."""
+
+    def _register(self, server: grpc.aio.Server) -> None:
+        pb_grpc.add_PrefillWorkerServicer_to_server(self, server)
+
+    def _wrap(self, hello: bool, stats: bool) -> pb.PrefillEvents:
+        if hello:
+            greeting = pb.WorkerHello(info=worker_info_to_proto(self.info), stats=stats_to_proto(self.stats))
+            return pb.PrefillEvents(hello=greeting)
+        return pb.PrefillEvents(stats=stats_to_proto(self.stats) if stats else None)
+
+    async def Session(self, request_iterator: Any, context: Any) -> AsyncIterator[pb.PrefillEvents]:  # noqa: N802
+        """See worker.proto."""
+        router_id = await self._greet(request_iterator, context)
+        async for message in self._serve(router_id, request_iterator, self._on_submit):
+            yield message
+
+    async def GetStats(self, request: pb.GetStatsRequest, context: Any) -> pb.GetStatsResponse:  # noqa: N802
+        """See worker.proto."""
+        return pb.GetStatsResponse(info=worker_info_to_proto(self.info), stats=stats_to_proto(self.stats))
+
+    async def Drain(self, request: pb.DrainRequest, context: Any) -> pb.DrainResponse:  # noqa: N802
+        """See worker.proto."""
+        self.stats = dataclasses.replace(self.stats, draining=True)
+        return pb.DrainResponse(num_remaining=self.num_jobs)
+
+    def _on_submit(self, command: pb.PrefillCommand) -> None:
+        job = job_from_proto(command.submit.job)
+        targets = tuple(target.worker_id for target in command.submit.decode)
+        self.jobs.append(job)
+        self.targets.append(targets)
+        self._run(job, lambda: self._prefill(job, targets))
+
+    async def _prefill(self, job: GenerationJob, targets: Sequence[str]) -> None:
+        await self.before_start.reach()
+        if self.fail_with is not None:
+            failed = pb.JobFailed()
+            failed.CopyFrom(self.fail_with)
+            failed.request_id, failed.attempt = job.request_id, job.attempt
+            self._send(job, pb.PrefillEvent(failed=failed))
+            return
+        peer = next(peer for peer in map(self._peers, targets) if peer is not None)
+        needs_decode = job.num_remaining_tokens > 1
+        started = pb.PrefillStarted(
+            request_id=job.request_id,
+            attempt=job.attempt,
+            decode_worker=peer.info.worker_id if needs_decode else "",
+        )
+        self._send(job, pb.PrefillEvent(started=started))
+        token = self.next_token(job.token_ids)
+        finish = job.finish_reason(job.first_output_index, token)
+        if finish is None and self.hand_off_before_first_token:
+            peer.take_over(job, token)
+        await self.before_first_token.reach()
+        first = pb.FirstToken(
+            request_id=job.request_id,
+            attempt=job.attempt,
+            index=job.first_output_index,
+            token_id=token,
+            finish_reason=finish_to_proto(finish),
+            prefill_s=FAKE_PREFILL_S,
+        )
+        self._send(job, pb.PrefillEvent(first_token=first))
+        if finish is not None:
+            return
+        await self.before_hand_off.reach()
+        if not self.hand_off_before_first_token:
+            peer.take_over(job, token)
+        await self.before_report.reach()
+        done = pb.HandedOff(
+            request_id=job.request_id,
+            attempt=job.attempt,
+            decode_worker=peer.info.worker_id,
+            transport="grpc",
+            kv_bytes=KV_BYTES_PER_TOKEN * job.num_known_tokens,
+            transfer_s=0.0,
+        )
+        self._send(job, pb.PrefillEvent(handed_off=done))
+
+    def _send(self, job: GenerationJob, event: pb.PrefillEvent) -> None:
+        self._emit(job.router_id, pb.PrefillEvents(events=[event]))
+
+
+def _no_command(command: pb.DecodeCommand) -> None:
+    raise AssertionError(f"unexpected {command.WhichOneof('command')}")

@@ -1,0 +1,152 @@
+"""worker.proto to and from the dataclasses of `events.py`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from pdserve.errors import InvalidRequestError
+from pdserve.rpc.codec import finish_to_proto, job_from_proto, stats_to_proto, target_from_proto, worker_info_to_proto
+from pdserve.rpc.v1 import worker_pb2 as pb
+from pdserve.types import HandoffId, WorkerStats
+from pdserve.worker.events import (
+    Cancel,
+    DecodeCommand,
+    DecodeEvent,
+    FirstToken,
+    HandedOff,
+    Hello,
+    JobFailed,
+    KeepAlive,
+    Malformed,
+    PrefillCommand,
+    PrefillEvent,
+    PrefillStarted,
+    StepTokens,
+    Submit,
+)
+from pdserve.worker_info import WorkerInfo
+
+
+def prefill_command_from_proto(message: pb.PrefillCommand) -> PrefillCommand:
+    """Never raises: a job that contradicts itself becomes `Malformed`."""
+    match message.WhichOneof("command"):
+        case "hello":
+            return Hello(router_id=message.hello.router_id)
+        case "submit":
+            return _submit(message.submit)
+        case "cancel":
+            return Cancel(id=HandoffId(message.cancel.request_id, message.cancel.attempt))
+        case _:
+            return KeepAlive()
+
+
+def decode_command_from_proto(message: pb.DecodeCommand) -> DecodeCommand:
+    """Never raises."""
+    match message.WhichOneof("command"):
+        case "hello":
+            return Hello(router_id=message.hello.router_id)
+        case "cancel":
+            return Cancel(id=HandoffId(message.cancel.request_id, message.cancel.attempt))
+        case _:
+            return KeepAlive()
+
+
+def _submit(message: pb.PrefillJob) -> Submit | Malformed:
+    try:
+        job = job_from_proto(message.job)
+    except InvalidRequestError as error:
+        id_ = HandoffId(message.job.request_id, message.job.attempt)
+        return Malformed(failure=JobFailed.of(id_, error))
+    return Submit(job=job, targets=tuple(target_from_proto(t) for t in message.decode))
+
+
+def prefill_events_to_proto(
+    events: Sequence[PrefillEvent], hello: WorkerInfo | None, stats: WorkerStats | None
+) -> pb.PrefillEvents:
+    """One message of a prefill session. With `hello` (the first one) the statistics are part of it."""
+    message = pb.PrefillEvents(events=[_prefill_event(e) for e in events])
+    if hello is not None:
+        message.hello.CopyFrom(_hello(hello, stats))
+    elif stats is not None:
+        message.stats.CopyFrom(stats_to_proto(stats))
+    return message
+
+
+def decode_events_to_proto(
+    events: Sequence[DecodeEvent], hello: WorkerInfo | None, stats: WorkerStats | None
+) -> pb.DecodeEvents:
+    """One message of a decode session. With `hello` (the first one) the statistics are part of it."""
+    message = pb.DecodeEvents(events=[_decode_event(e) for e in events])
+    if hello is not None:
+        message.hello.CopyFrom(_hello(hello, stats))
+    elif stats is not None:
+        message.stats.CopyFrom(stats_to_proto(stats))
+    return message
+
+
+def _hello(info: WorkerInfo, stats: WorkerStats | None) -> pb.WorkerHello:
+    return pb.WorkerHello(info=worker_info_to_proto(info), stats=None if stats is None else stats_to_proto(stats))
+
+
+def _failed(event: JobFailed) -> pb.JobFailed:
+    return pb.JobFailed(
+        request_id=event.id.request_id,
+        attempt=event.id.attempt,
+        code=event.code,
+        message=event.message,
+        retryable=event.retryable,
+        blame=event.blame,
+    )
+
+
+def _prefill_event(event: PrefillEvent) -> pb.PrefillEvent:
+    request_id, attempt = event.id.request_id, event.id.attempt
+    match event:
+        case PrefillStarted():
+            return pb.PrefillEvent(
+                started=pb.PrefillStarted(request_id=request_id, attempt=attempt, decode_worker=event.decode_worker)
+            )
+        case FirstToken():
+            return pb.PrefillEvent(
+                first_token=pb.FirstToken(
+                    request_id=request_id,
+                    attempt=attempt,
+                    index=event.index,
+                    token_id=event.token_id,
+                    finish_reason=finish_to_proto(event.finish_reason),
+                    queue_s=event.queue_s,
+                    prefill_s=event.prefill_s,
+                    cached_tokens=event.cached_tokens,
+                )
+            )
+        case HandedOff():
+            return pb.PrefillEvent(
+                handed_off=pb.HandedOff(
+                    request_id=request_id,
+                    attempt=attempt,
+                    decode_worker=event.decode_worker,
+                    transport=event.transport,
+                    kv_bytes=event.kv_bytes,
+                    transfer_s=event.transfer_s,
+                )
+            )
+        case JobFailed():
+            return pb.PrefillEvent(failed=_failed(event))
+
+
+def _decode_event(event: DecodeEvent) -> pb.DecodeEvent:
+    match event:
+        case StepTokens():
+            return pb.DecodeEvent(
+                tokens=pb.StepTokens(
+                    request_id=event.id.request_id,
+                    attempt=event.id.attempt,
+                    first_index=event.first_index,
+                    token_ids=event.token_ids,
+                    finish_reason=finish_to_proto(event.finish_reason),
+                    first_step_s=event.first_step_s,
+                    local_prefill_tokens=event.local_prefill_tokens,
+                )
+            )
+        case JobFailed():
+            return pb.DecodeEvent(failed=_failed(event))

@@ -1,0 +1,125 @@
+"""What routers tell workers and workers tell routers, as dataclasses. `codec.py` has the protobuf form.
+
+Every one of them names the request and the attempt it belongs to, as one `HandoffId`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from pdserve.errors import PdServeError
+from pdserve.types import DecodeTarget, FinishReason, GenerationJob, HandoffId
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hello:
+    """A router introduces itself."""
+
+    router_id: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Submit:
+    """Prefill this and hand it to one of `targets`, best first."""
+
+    job: GenerationJob
+    targets: tuple[DecodeTarget, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cancel:
+    """Stop this attempt; nobody waits for an answer."""
+
+    id: HandoffId
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeepAlive:
+    """The router is there. Also stands for commands of a newer version that this one does not know."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobFailed:
+    """The worker has given the request up and holds nothing of it."""
+
+    id: HandoffId
+    code: str
+    message: str
+    retryable: bool
+    """Whether another attempt may succeed."""
+    blame: str = ""
+    """Worker to leave out of the next attempt."""
+
+    @classmethod
+    def of(cls, id: HandoffId, error: PdServeError, *, retryable: bool | None = None, blame: str = "") -> JobFailed:  # noqa: A002
+        """From an error; `retryable` overrides what its class says."""
+        return cls(
+            id=id,
+            code=error.code,
+            message=error.message,
+            retryable=error.retryable if retryable is None else retryable,
+            blame=blame,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Malformed:
+    """A command whose request is known but which makes no sense; the failure is the answer."""
+
+    failure: JobFailed
+
+
+PrefillCommand = Hello | Submit | Cancel | KeepAlive | Malformed
+DecodeCommand = Hello | Cancel | KeepAlive
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefillStarted:
+    """The first chunk of the prompt goes into the next step."""
+
+    id: HandoffId
+    decode_worker: str
+    """Empty if the request ends with its first token."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FirstToken:
+    """The prompt is computed and the next token drawn."""
+
+    id: HandoffId
+    index: int
+    """Its index in the output."""
+    token_id: int
+    finish_reason: FinishReason | None
+    queue_s: float
+    prefill_s: float
+    cached_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HandedOff:
+    """The decode worker owns the request."""
+
+    id: HandoffId
+    decode_worker: str
+    transport: str
+    kv_bytes: int
+    transfer_s: float
+    """From the first token to the last byte stored."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepTokens:
+    """Tokens of one request from one decode step."""
+
+    id: HandoffId
+    first_index: int
+    token_ids: tuple[int, ...]
+    finish_reason: FinishReason | None
+    first_step_s: float
+    """Seconds of the request's first step; 0 in later messages."""
+    local_prefill_tokens: int
+
+
+PrefillEvent = PrefillStarted | FirstToken | HandedOff | JobFailed
+DecodeEvent = StepTokens | JobFailed

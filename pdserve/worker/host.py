@@ -1,0 +1,222 @@
+"""What surrounds a worker's scheduler: start-up order, identity, registration, health, and the way out."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import time
+from collections.abc import Callable
+
+import grpc
+
+import pdserve
+from pdserve.config import Config
+from pdserve.config.schema import WorkerSection
+from pdserve.errors import ConfigError, StoreError
+from pdserve.service import GrpcEndpoint, new_incarnation
+from pdserve.store.client import Store
+from pdserve.store.registry import WorkerRegistration
+from pdserve.types import Role, WorkerStats
+from pdserve.worker.engine_thread import EngineThread, StepRunner
+from pdserve.worker.late_services import LateServices
+from pdserve.worker.model import EngineFactory, LoadedModel, load_model, max_model_len
+from pdserve.worker.tasks import TaskScope
+from pdserve.worker_info import WorkerInfo
+
+log = logging.getLogger(__name__)
+
+STUCK_STEP_S = 60.0
+"""A step that takes longer has hung: no batch within the token budget takes this long on any supported machine."""
+
+ENGINE_JOIN_S = 10.0
+"""How long a stopping worker waits for the step in progress."""
+
+_WILDCARD_HOSTS = ("0.0.0.0", "[::]", "::")  # noqa: S104 - recognised in order to refuse announcing them
+
+
+class WorkerHost:
+    """Everything of a worker process but its scheduler and its hand-offs.
+
+    Call `open`, register the servicers on `server`, then `announce`; `aclose` once, also if `open` failed.
+    """
+
+    def __init__(
+        self,
+        role: Role,
+        config: Config,
+        section: WorkerSection,
+        *,
+        engine_factory: EngineFactory | None,
+        stuck_step_s: float,
+    ) -> None:
+        """`section` is the role's own part of `config`. `engine_factory` replaces loading the configured model.
+        Liveness fails while one step takes longer than `stuck_step_s`."""
+        self.config = config
+        self.role = role
+        self.worker_id = section.worker_id or f"{role}-{secrets.token_hex(4)}"
+        self.incarnation = new_incarnation()
+        self.tasks = TaskScope()
+        self.endpoint: GrpcEndpoint
+        self.server: grpc.aio.Server
+        """Where to add servicers, after `open` as well."""
+        self.info: WorkerInfo
+        self.runner: StepRunner
+        self.engine_left_behind = False
+        """Whether the engine's thread was still busy when the worker had to stop."""
+        self._section = section
+        self._engine_factory = engine_factory or load_model
+        self._stuck_step_s = stuck_step_s
+        self._opened: GrpcEndpoint | None = None
+        self._thread: EngineThread | None = None
+        self._store: Store | None = None
+        self._registration: WorkerRegistration | None = None
+        self._stats_changed = asyncio.Event()
+        self._replaced = asyncio.Event()
+
+    async def open(self, service_names: list[str]) -> None:
+        """Take the port, reach redis, load the model; cheap checks first. Raises PdServeError.
+
+        From the start the process is alive to health probes, and ready only after `announce`.
+        """
+        config = self.config
+        if config.store.url == "embedded":
+            raise ConfigError(
+                "store.url: a worker of its own needs a redis that others reach too; give redis://host:port "
+                "(`embedded` is for `pdserve up` and `pdserve demo`)",
+                field="store.url",
+            )
+        self.endpoint = self._opened = GrpcEndpoint(self._section.listen, f"{self.role}.listen")
+        address = self._advertised()
+        late = LateServices()
+        self.endpoint.server.add_generic_rpc_handlers((late,))
+        self.server = late.as_server()
+        await self.endpoint.start(service_names)
+        self._store = await Store.connect(config.store.url, config.cluster, timeout_s=config.store.timeout_s)
+        self._thread = EngineThread(f"{self.worker_id}-engine")
+        begin = time.monotonic()
+        loaded = await self._thread.call(lambda: self._engine_factory(config))
+        self.info = self._describe(loaded, address)
+        self.runner = StepRunner(loaded.engine, self._thread)
+        log.info(
+            "model loaded",
+            extra={
+                "model": self.info.model,
+                "blocks": self.info.num_blocks,
+                "block_size": self.info.kv_layout.block_size,
+                "seconds": round(time.monotonic() - begin, 3),
+            },
+        )
+
+    @property
+    def listening(self) -> bool:
+        """Whether the port is open; health probes are answered from then on."""
+        return self._opened is not None
+
+    async def announce(self, get_stats: Callable[[], WorkerStats]) -> None:
+        """Let others find this worker. Raises StoreError."""
+        assert self._store is not None and self._thread is not None, "announce before open"
+        registration = WorkerRegistration(self._store, self.info, lease_s=self.config.store.lease_ttl_s)
+        await registration.register(get_stats())
+        self._registration = registration
+        self.tasks.spawn(self._keep_registered(registration, get_stats), "registration")
+        self.tasks.spawn(self._watch(self._thread), "watchdog")
+        await self.endpoint.set_ready(True)
+        log.info("ready", extra={"worker": self.worker_id, "address": self.info.address})
+
+    async def begin_drain(self) -> None:
+        """Tell health probes and, through redis, everybody else that no new work is taken."""
+        await self.endpoint.set_ready(False)
+        self._stats_changed.set()
+
+    async def ended(self) -> bool:
+        """Wait until the worker cannot go on. True if it may finish its work because only its name has been taken over
+        by a newer process; false, after logging the cause, if it has failed."""
+        failed = asyncio.ensure_future(self.tasks.failed())
+        replaced = asyncio.ensure_future(self._replaced.wait())
+        try:
+            await asyncio.wait((failed, replaced), return_when=asyncio.FIRST_COMPLETED)
+            if failed.done():
+                log.critical("the worker cannot go on", exc_info=failed.result())
+                return False
+            return True
+        finally:
+            failed.cancel()
+            replaced.cancel()
+
+    async def join_engine(self) -> None:
+        """Wait for the step in progress, so that nothing computes into the pool any more. Loading is not waited for."""
+        thread, self._thread = self._thread, None
+        if thread is None:
+            return
+        loaded = self._registration is not None or self._replaced.is_set()
+        if await thread.join(ENGINE_JOIN_S if loaded else 0.0):
+            return
+        self.engine_left_behind = True
+        if loaded:
+            log.error("the engine is still computing after %g s; leaving it behind", ENGINE_JOIN_S)
+
+    async def aclose(self) -> None:
+        """Leave the registry, close the port. Joins the engine unless that has been done."""
+        await self.join_engine()
+        await self.tasks.aclose()
+        if self._registration is not None:
+            try:
+                await self._registration.deregister()
+            except StoreError as error:
+                log.warning("cannot deregister; the lease will end by itself: %s", error)
+        if self._opened is not None:
+            await self._opened.stop(1.0)
+        if self._store is not None:
+            await self._store.aclose()
+
+    def _advertised(self) -> str:
+        """host:port for others. Raises ConfigError if there is none."""
+        advertise = self._section.advertise
+        if advertise is None:
+            advertise = self.endpoint.address
+            if advertise.rsplit(":", 1)[0] in _WILDCARD_HOSTS:
+                raise ConfigError(
+                    f"{self.role}.advertise: needed when listening on all addresses ({self._section.listen}); "
+                    "give the host:port that other machines reach",
+                    field=f"{self.role}.advertise",
+                )
+        host, port = advertise.rsplit(":", 1)
+        return f"{host}:{self.endpoint.port}" if port == "0" else advertise
+
+    def _describe(self, loaded: LoadedModel, address: str) -> WorkerInfo:
+        config = self.config
+        return WorkerInfo(
+            worker_id=self.worker_id,
+            incarnation=self.incarnation,
+            role=self.role,
+            address=address,
+            model=config.model.served_name or loaded.name,
+            model_fingerprint=loaded.fingerprint,
+            kv_layout=loaded.engine.layout,
+            num_blocks=loaded.engine.num_blocks,
+            max_model_len=max_model_len(config, loaded.engine),
+            transports=config.transfer.transports,
+            version=pdserve.__version__,
+        )
+
+    async def _keep_registered(self, registration: WorkerRegistration, get_stats: Callable[[], WorkerStats]) -> None:
+        await registration.keep(get_stats, self._stats_changed)
+        # The entry now belongs to the newer process.
+        self._registration = None
+        self._replaced.set()
+
+    async def _watch(self, thread: EngineThread) -> None:
+        """Fail the liveness probe while a step hangs. A worker that is merely busy, or without redis, stays alive."""
+        live = True
+        while True:
+            await asyncio.sleep(min(1.0, self._stuck_step_s / 4))
+            stuck = thread.busy_s(time.monotonic()) > self._stuck_step_s
+            if stuck == live:
+                live = not stuck
+                log.log(
+                    logging.ERROR if stuck else logging.INFO,
+                    "engine step %s",
+                    f"has not returned for {self._stuck_step_s:g} s" if stuck else "has returned after all",
+                )
+                await self.endpoint.set_live(live)

@@ -1,0 +1,101 @@
+"""Drives the hand-offs of a prefill worker: one task each, from the request for room to the decode worker's word."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from kv_transfer import Handoff, HandoffResult, HandoffSender
+from pdserve.errors import PdServeError
+from pdserve.types import DecodeTarget, GenerationJob, HandoffId
+from pdserve.worker.tasks import TaskScope
+
+
+class HandoffListener(Protocol):
+    """Who is told about hand-offs. Exactly one of the last three calls ends each of them; then nothing of it reads the
+    source blocks any more."""
+
+    def on_reserved(self, key: HandoffId) -> None:
+        """The decode worker has room. Only now may `commit` follow."""
+
+    def on_committed(self, key: HandoffId, result: HandoffResult) -> None:
+        """The decode worker owns the request."""
+
+    def on_failed(self, key: HandoffId, error: PdServeError) -> None:
+        """It ended without a commit."""
+
+    def on_closed(self, key: HandoffId) -> None:
+        """It was aborted from this side."""
+
+
+@dataclass(slots=True, eq=False)
+class _Live:
+    first_token: asyncio.Future[int]
+    handoff: Handoff | None = None
+    """None until its task has begun."""
+    task: asyncio.Task[None] | None = None
+
+
+class Handoffs:
+    """All hand-offs that have begun and not ended; at most one per job."""
+
+    def __init__(self, sender: HandoffSender, listener: HandoffListener, tasks: TaskScope) -> None:
+        self._sender = sender
+        self._listener = listener
+        self._tasks = tasks
+        self._live: dict[HandoffId, _Live] = {}
+
+    def reserve(self, job: GenerationJob, target: DecodeTarget, blocks: Sequence[int]) -> None:
+        """Begin to hand the KV of all known tokens of `job`, which will be in `blocks`, to `target`."""
+        key = HandoffId(job.request_id, job.attempt)
+        assert key not in self._live, f"{key} has a hand-off already"
+        live = self._live[key] = _Live(asyncio.get_running_loop().create_future())
+        live.task = self._tasks.spawn(self._drive(key, live, job, target, blocks), f"handoff-{key}")
+
+    def advance(self, key: HandoffId, num_tokens: int) -> None:
+        """The KV of the first `num_tokens` tokens is final. Ignored for a hand-off that has ended."""
+        if (live := self._live.get(key)) is not None:
+            assert live.handoff is not None, f"{key} is computed without a reservation"
+            live.handoff.advance(num_tokens)
+
+    def commit(self, key: HandoffId, first_token: int) -> None:
+        """Everything is final. Ignored for a hand-off that has ended."""
+        if (live := self._live.get(key)) is not None:
+            live.first_token.set_result(first_token)
+
+    def abort(self, key: HandoffId) -> None:
+        """Call it off. Ignored for a hand-off that has ended: the listener has heard of that."""
+        if (live := self._live.get(key)) is not None:
+            assert live.task is not None
+            live.task.cancel()
+            self._tasks.spawn(self._close(key, live, live.task), f"abort-{key}")
+
+    async def _drive(
+        self, key: HandoffId, live: _Live, job: GenerationJob, target: DecodeTarget, blocks: Sequence[int]
+    ) -> None:
+        try:
+            live.handoff = self._sender.begin(job, target, blocks, job.num_known_tokens)
+            await live.handoff.reserve()
+            self._listener.on_reserved(key)
+            result = await live.handoff.commit(await live.first_token)
+        except PdServeError as error:
+            if live.handoff is not None:
+                await live.handoff.abort()
+            self._ended(key, live)
+            self._listener.on_failed(key, error)
+        else:
+            self._ended(key, live)
+            self._listener.on_committed(key, result)
+
+    async def _close(self, key: HandoffId, live: _Live, task: asyncio.Task[None]) -> None:
+        await asyncio.wait((task,))
+        if self._live.get(key) is live:
+            if live.handoff is not None:
+                await live.handoff.abort()
+            self._ended(key, live)
+            self._listener.on_closed(key)
+
+    def _ended(self, key: HandoffId, live: _Live) -> None:
+        assert self._live.pop(key) is live, f"{key} ended twice"

@@ -1,0 +1,353 @@
+"""The prefill worker process: the scheduler's surroundings. Owns the clock, the blocks, the engine and the streams."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import time
+from collections import defaultdict
+from collections.abc import AsyncIterator
+
+from grpc.aio import ServicerContext
+
+from kv_transfer import HandoffResult, HandoffSender
+from kv_transfer.settings import transfer_config
+from pdserve.config import Config
+from pdserve.engine.batch import SampleRequest, SequenceChunk, build_batch
+from pdserve.engine.block_manager import BlockManager, Blocks
+from pdserve.errors import InternalError, OverloadedError, PdServeError, UnavailableError
+from pdserve.logs import configure_logging
+from pdserve.rpc.codec import stats_to_proto, worker_info_to_proto
+from pdserve.rpc.v1 import worker_pb2 as pb
+from pdserve.rpc.v1 import worker_pb2_grpc
+from pdserve.types import GenerationJob, HandoffId, Role, WorkerStats
+from pdserve.worker.codec import prefill_command_from_proto, prefill_events_to_proto
+from pdserve.worker.drain import DrainWaiter
+from pdserve.worker.events import (
+    Cancel,
+    Hello,
+    JobFailed,
+    KeepAlive,
+    Malformed,
+    PrefillCommand,
+    PrefillEvent,
+    Submit,
+)
+from pdserve.worker.host import STUCK_STEP_S, WorkerHost
+from pdserve.worker.limits import JobLimits
+from pdserve.worker.model import EngineFactory
+from pdserve.worker.process import run_worker
+from pdserve.worker.sessions import SessionCodec, SessionHub
+from pdserve.worker.tasks import Alarm
+from prefill_worker.handoffs import Handoffs
+from prefill_worker.jobs import (
+    RUNNABLE_STATES,
+    WAITING_STATES,
+    AbortHandoff,
+    Advance,
+    AllocateBlocks,
+    Commit,
+    Emit,
+    Forget,
+    FreeBlocks,
+    PlannedChunk,
+    Reserve,
+)
+from prefill_worker.scheduler import PrefillScheduler
+
+log = logging.getLogger(__name__)
+
+SERVICE_NAME = pb.DESCRIPTOR.services_by_name["PrefillWorker"].full_name
+
+Hub = SessionHub[pb.PrefillCommand, pb.PrefillEvents, PrefillCommand, PrefillEvent]
+
+
+class PrefillService(worker_pb2_grpc.PrefillWorkerServicer):
+    """Implements `pdserve.service.Service`.
+
+    All state belongs to the event loop: every event calls the scheduler and then carries out its actions, without
+    awaiting anything in between.
+    """
+
+    def __init__(
+        self, config: Config, *, engine_factory: EngineFactory | None = None, stuck_step_s: float = STUCK_STEP_S
+    ) -> None:
+        """`engine_factory` replaces loading the configured model. A step longer than `stuck_step_s` has hung."""
+        self._config = config
+        self._host = WorkerHost(
+            Role.PREFILL, config, config.prefill, engine_factory=engine_factory, stuck_step_s=stuck_step_s
+        )
+        self._scheduler: PrefillScheduler
+        self._blocks: BlockManager
+        self._handoffs: Handoffs
+        self._sender: HandoffSender | None = None
+        self._hub: Hub | None = None
+        self._jobs: dict[HandoffId, GenerationJob] = {}
+        self._held: dict[HandoffId, Blocks] = {}
+        """Blocks of each job that owns any."""
+        self._first_token_at: dict[HandoffId, float] = {}
+        self._wake = asyncio.Event()
+        """Something may have become computable."""
+        self._alarm = Alarm(self._on_timer)
+        self._drained = DrainWaiter()
+
+    # Service ----------------------------------------------------------------------------------------------------------
+
+    async def start(self) -> None:
+        """See `Service.start`."""
+        config, host = self._config, self._host
+        await host.open([SERVICE_NAME])
+        info, engine = host.info, host.runner.engine
+        self._blocks = BlockManager(engine.num_blocks)
+        self._scheduler = PrefillScheduler(
+            worker_id=info.worker_id,
+            num_blocks=engine.num_blocks,
+            block_size=engine.layout.block_size,
+            max_batch_tokens=config.prefill.max_batch_tokens,
+            max_waiting=config.prefill.max_waiting,
+            limits=JobLimits(vocab_size=engine.config.vocab_size, max_model_len=info.max_model_len),
+        )
+        self._sender = HandoffSender(info=info, store=engine.store, config=transfer_config(config))
+        self._handoffs = Handoffs(self._sender, self, host.tasks)
+        self._hub = SessionHub(
+            SessionCodec(decode=prefill_command_from_proto, encode=prefill_events_to_proto),
+            info=info,
+            get_stats=self.stats,
+            on_command=self._on_command,
+            on_router_lost=self._on_router_lost,
+            heartbeat_s=config.health.heartbeat_s,
+            peer_timeout_s=config.health.peer_timeout_s,
+            tasks=host.tasks,
+        )
+        worker_pb2_grpc.add_PrefillWorkerServicer_to_server(self, host.server)
+        host.tasks.spawn(self._compute(), "prefill-steps")
+        await host.announce(self.stats)
+
+    async def run(self) -> None:
+        """See `Service.run`: returns after a failure, or when a newer process has taken this one's name."""
+        if await self._host.ended():
+            await self.drain()
+
+    async def drain(self) -> None:
+        """See `Service.drain`: finishes when every prompt's KV has been taken."""
+        if left := await self._drain(self._config.prefill.drain_timeout_s):
+            log.warning("drain time is over", extra={"requests_left": left})
+
+    async def stop(self) -> None:
+        """See `Service.stop`."""
+        self._alarm.set(None)
+        if self._hub is not None:
+            await self._hub.aclose(1.0)
+        await self._host.join_engine()
+        if self._sender is not None:
+            await self._sender.aclose()
+        await self._host.aclose()
+
+    @property
+    def host(self) -> WorkerHost:
+        """Identity and address, once started."""
+        return self._host
+
+    def stats(self) -> WorkerStats:
+        """What the worker is doing now."""
+        scheduler, runner = self._scheduler, self._host.runner
+        assert self._sender is not None
+        return WorkerStats(
+            num_waiting=scheduler.count(*WAITING_STATES),
+            num_running=scheduler.count(*RUNNABLE_STATES),
+            num_transferring=scheduler.num_transferring,
+            queued_tokens=scheduler.queued_tokens,
+            blocks_in_use=self._blocks.num_used,
+            blocks_total=self._blocks.num_blocks,
+            prefill_tokens_total=runner.num_query_tokens,
+            generated_tokens_total=runner.num_sampled_tokens,
+            kv_bytes_total=self._sender.stats.bytes_posted,
+            failed_handoffs_total=self._sender.stats.num_failed,
+            steps_total=runner.num_steps,
+            draining=scheduler.draining,
+        )
+
+    def check_integrity(self) -> None:
+        """Assert that the scheduler and the block manager agree, and that neither contradicts itself."""
+        self._blocks.check_integrity()
+        assert self._blocks.num_free == self._scheduler.num_free_blocks, "scheduler and block manager disagree"
+
+    # gRPC -------------------------------------------------------------------------------------------------------------
+
+    async def Session(  # noqa: N802 - the name is the method's in worker.proto
+        self, request_iterator: AsyncIterator[pb.PrefillCommand], context: ServicerContext[object, object]
+    ) -> AsyncIterator[pb.PrefillEvents]:
+        """See worker.proto."""
+        assert self._hub is not None
+        async for message in self._hub.serve(request_iterator):
+            yield message
+
+    async def GetStats(  # noqa: N802
+        self, request: pb.GetStatsRequest, context: ServicerContext[object, object]
+    ) -> pb.GetStatsResponse:
+        """See worker.proto."""
+        return pb.GetStatsResponse(info=worker_info_to_proto(self._host.info), stats=stats_to_proto(self.stats()))
+
+    async def Drain(  # noqa: N802
+        self, request: pb.DrainRequest, context: ServicerContext[object, object]
+    ) -> pb.DrainResponse:
+        """See worker.proto."""
+        return pb.DrainResponse(num_remaining=await self._drain(request.timeout_s))
+
+    async def _drain(self, timeout_s: float) -> int:
+        self._scheduler.drain()
+        await self._host.begin_drain()
+        assert self._hub is not None
+        self._hub.beat()
+        return await self._drained.wait(lambda: self._scheduler.num_jobs, timeout_s)
+
+    # Events -----------------------------------------------------------------------------------------------------------
+
+    def _on_command(self, router_id: str, command: PrefillCommand) -> None:
+        match command:
+            case Submit():
+                self._submit(router_id, command)
+            case Cancel():
+                self._scheduler.cancel(command.id, time.monotonic())
+                self._changed()
+            case Malformed():
+                self._post(router_id, [command.failure])
+            case KeepAlive() | Hello():
+                return
+
+    def _submit(self, router_id: str, command: Submit) -> None:
+        job = command.job
+        key = HandoffId(job.request_id, job.attempt)
+        try:
+            self._scheduler.submit(router_id, job, command.targets, time.monotonic())
+        except PdServeError as error:
+            # What this worker cannot take now, another one may.
+            elsewhere = isinstance(error, OverloadedError | UnavailableError)
+            self._post(router_id, [JobFailed.of(key, error, blame=self._host.worker_id if elsewhere else "")])
+        else:
+            self._jobs.setdefault(key, job)
+        self._changed()
+
+    def _on_router_lost(self, router_id: str) -> None:
+        self._scheduler.router_lost(router_id, time.monotonic())
+        self._changed()
+
+    def _on_timer(self) -> None:
+        self._scheduler.tick(time.monotonic())
+        self._changed()
+
+    def on_reserved(self, key: HandoffId) -> None:
+        """See `HandoffListener`."""
+        self._scheduler.reserved(key, time.monotonic())
+        self._changed()
+
+    def on_committed(self, key: HandoffId, result: HandoffResult) -> None:
+        """See `HandoffListener`."""
+        now = time.monotonic()
+        # From the first token, not from the last try: an earlier one may have failed in between.
+        before_commit = now - result.transfer_s - result.commit_s - self._first_token_at.get(key, now)
+        self._scheduler.committed(
+            key,
+            transport=result.transport,
+            kv_bytes=result.kv_bytes,
+            transfer_s=max(0.0, before_commit) + result.transfer_s,
+            now=now,
+        )
+        self._changed()
+
+    def on_failed(self, key: HandoffId, error: PdServeError) -> None:
+        """See `HandoffListener`."""
+        log.info("hand-off failed: %s", error, extra={"request": key.request_id, "attempt": key.attempt})
+        self._scheduler.handoff_failed(
+            key,
+            error,
+            outcome_known=error.details.get("outcome") != "unknown",
+            now=time.monotonic(),
+            jitter=random.random(),  # noqa: S311 - spreads retries
+        )
+        self._changed()
+
+    def on_closed(self, key: HandoffId) -> None:
+        """See `HandoffListener`."""
+        self._scheduler.handoff_closed(key, time.monotonic())
+        self._changed()
+
+    # Actions ----------------------------------------------------------------------------------------------------------
+
+    def _changed(self) -> None:
+        """After an event: do what the scheduler asks for, and see whether there is something to compute now."""
+        self._carry_out()
+        self._wake.set()
+
+    def _carry_out(self) -> None:
+        """Do what the scheduler asks for; events that belong together go out together."""
+        events: defaultdict[str, list[PrefillEvent]] = defaultdict(list)
+        for action in self._scheduler.take_actions():
+            match action:
+                case AllocateBlocks(key, num_blocks):
+                    blocks = self._blocks.allocate(num_blocks)
+                    assert blocks is not None, "the scheduler counts other blocks than the block manager"
+                    self._held[key] = blocks
+                case FreeBlocks(key):
+                    self._blocks.free(self._held.pop(key))
+                case Reserve(key, target):
+                    self._handoffs.reserve(self._jobs[key], target, self._held[key].ids)
+                case Advance(key, num_tokens):
+                    self._handoffs.advance(key, num_tokens)
+                case Commit(key, first_token):
+                    self._first_token_at.setdefault(key, time.monotonic())
+                    self._handoffs.commit(key, first_token)
+                case AbortHandoff(key):
+                    self._handoffs.abort(key)
+                case Emit(router_id, event):
+                    events[router_id].append(event)
+                case Forget(key):
+                    del self._jobs[key]
+                    self._first_token_at.pop(key, None)
+        for router_id, batch in events.items():
+            self._post(router_id, batch)
+        self._alarm.set(self._scheduler.next_timer())
+        self._drained.notify()
+
+    def _post(self, router_id: str, events: list[PrefillEvent]) -> None:
+        assert self._hub is not None
+        self._hub.post(router_id, events)
+
+    async def _compute(self) -> None:
+        """One step after the other, for ever. Raises InternalError when the engine cannot be trusted any more."""
+        runner = self._host.runner
+        while True:
+            self._wake.clear()
+            plan = self._scheduler.plan_step(time.monotonic())
+            self._carry_out()
+            if not plan:
+                await self._wake.wait()
+                continue
+            batch = build_batch([self._chunk(c) for c in plan], runner.engine.layout.block_size)
+            try:
+                result = await runner.step(batch)
+            except InternalError as error:
+                self._scheduler.step_failed(error, time.monotonic())
+                self._carry_out()
+                if runner.broken:
+                    raise
+                continue
+            drawn = dict(zip((c.key for c in plan if c.is_last), result.token_ids, strict=True))
+            self._scheduler.step_done(drawn, time.monotonic())
+            self._carry_out()
+
+    def _chunk(self, chunk: PlannedChunk) -> SequenceChunk:
+        job = self._jobs[chunk.key]
+        return SequenceChunk(
+            token_ids=job.token_ids[chunk.start : chunk.start + chunk.length],
+            start_position=chunk.start,
+            block_table=self._held[chunk.key].ids,
+            sample=SampleRequest.for_job(job, job.first_output_index) if chunk.is_last else None,
+        )
+
+
+def main(config: Config) -> int:
+    """Run a prefill worker until it is told to stop. Returns the exit code."""
+    configure_logging(config.log, config.prefill.worker_id or Role.PREFILL.value)
+    return run_worker(lambda: PrefillService(config))

@@ -1,0 +1,235 @@
+"""What workers report and what they are told, as dataclasses, and their conversion from and to worker.proto.
+
+The rest of the router never sees a protobuf message of the internal protocol.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from pdserve.rpc.codec import finish_from_proto, job_to_proto, stats_from_proto, target_to_proto, worker_info_from_proto
+from pdserve.rpc.v1 import worker_pb2 as pb
+from pdserve.types import DecodeTarget, FinishReason, GenerationJob, WorkerStats
+from pdserve.worker_info import WorkerInfo
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillStarted:
+    """The prefill worker computes the prompt."""
+
+    request_id: str
+    attempt: int
+    decode_worker: str
+    """Worker id of the holder of the reservation; empty if the request ends with its first token."""
+
+
+@dataclass(frozen=True, slots=True)
+class FirstToken:
+    """The prompt is computed and the next token drawn."""
+
+    request_id: str
+    attempt: int
+    index: int
+    """Position of the token in the output."""
+    token_id: int
+    finish_reason: FinishReason | None
+    prefill_s: float
+    """Seconds of compute, by the worker's clock."""
+    num_cached_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class HandedOff:
+    """The decode worker has committed."""
+
+    request_id: str
+    attempt: int
+    decode_worker: str
+    transport: str
+    kv_bytes: int
+    transfer_s: float
+    """Seconds from the first token to the last byte in place, by the worker's clock."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepTokens:
+    """Tokens of one request from one decode step."""
+
+    request_id: str
+    attempt: int
+    first_index: int
+    token_ids: tuple[int, ...]
+    finish_reason: FinishReason | None
+    """Set with the token that ends the output."""
+    first_step_s: float
+    """Seconds of the request's first step; 0 in later ones."""
+    num_local_prefill_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class JobFailed:
+    """The worker has given the request up."""
+
+    request_id: str
+    attempt: int
+    code: str
+    """Of pdserve.errors."""
+    message: str
+    retryable: bool
+    blame: str
+    """Worker id to leave out of the next attempt; may be empty."""
+
+
+WorkerEvent = PrefillStarted | FirstToken | HandedOff | StepTokens | JobFailed
+
+
+@dataclass(frozen=True, slots=True)
+class SubmitJob:
+    """To a prefill worker: compute this prompt, hand it over to one of `decode`, best first."""
+
+    job: GenerationJob
+    decode: tuple[DecodeTarget, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class CancelJob:
+    """Stop; harmless for a job that has ended."""
+
+    request_id: str
+    attempt: int
+
+
+@dataclass(frozen=True, slots=True)
+class Beat:
+    """Nothing to say, still here."""
+
+
+Command = SubmitJob | CancelJob | Beat
+
+
+@dataclass(frozen=True, slots=True)
+class Hello:
+    """First message of a worker."""
+
+    info: WorkerInfo
+    stats: WorkerStats
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerMessage:
+    """One message of a session: everything that one engine step, or a heartbeat, has to say."""
+
+    hello: Hello | None
+    stats: WorkerStats | None
+    events: tuple[WorkerEvent, ...]
+
+
+def prefill_command(command: Command) -> pb.PrefillCommand:
+    """Encodes for a prefill worker; a deadline becomes the seconds left now."""
+    match command:
+        case SubmitJob():
+            submit = pb.PrefillJob(
+                job=job_to_proto(command.job), decode=[target_to_proto(target) for target in command.decode]
+            )
+            return pb.PrefillCommand(submit=submit)
+        case CancelJob():
+            return pb.PrefillCommand(cancel=pb.CancelJob(request_id=command.request_id, attempt=command.attempt))
+        case Beat():
+            return pb.PrefillCommand(heartbeat=pb.Heartbeat())
+
+
+def decode_command(command: Command) -> pb.DecodeCommand:
+    """Encodes for a decode worker, which gets its work from prefill workers only."""
+    match command:
+        case SubmitJob():
+            raise AssertionError("a decode worker takes no jobs from a router")
+        case CancelJob():
+            return pb.DecodeCommand(cancel=pb.CancelJob(request_id=command.request_id, attempt=command.attempt))
+        case Beat():
+            return pb.DecodeCommand(heartbeat=pb.Heartbeat())
+
+
+def prefill_message(message: pb.PrefillEvents) -> WorkerMessage:
+    """Decodes. Kinds of event that this version does not know are left out. Raises InvalidRequestError."""
+    return WorkerMessage(
+        _hello(message), _stats(message), tuple(e for e in map(_prefill_event, message.events) if e is not None)
+    )
+
+
+def decode_message(message: pb.DecodeEvents) -> WorkerMessage:
+    """As `prefill_message`."""
+    return WorkerMessage(
+        _hello(message), _stats(message), tuple(e for e in map(_decode_event, message.events) if e is not None)
+    )
+
+
+def _hello(message: pb.PrefillEvents | pb.DecodeEvents) -> Hello | None:
+    if not message.HasField("hello"):
+        return None
+    return Hello(worker_info_from_proto(message.hello.info), stats_from_proto(message.hello.stats))
+
+
+def _stats(message: pb.PrefillEvents | pb.DecodeEvents) -> WorkerStats | None:
+    return stats_from_proto(message.stats) if message.HasField("stats") else None
+
+
+def _prefill_event(event: pb.PrefillEvent) -> WorkerEvent | None:
+    match event.WhichOneof("event"):
+        case "started":
+            started = event.started
+            return PrefillStarted(started.request_id, started.attempt, started.decode_worker)
+        case "first_token":
+            first = event.first_token
+            return FirstToken(
+                request_id=first.request_id,
+                attempt=first.attempt,
+                index=first.index,
+                token_id=first.token_id,
+                finish_reason=finish_from_proto(first.finish_reason),
+                prefill_s=first.prefill_s,
+                num_cached_tokens=first.cached_tokens,
+            )
+        case "handed_off":
+            done = event.handed_off
+            return HandedOff(
+                request_id=done.request_id,
+                attempt=done.attempt,
+                decode_worker=done.decode_worker,
+                transport=done.transport,
+                kv_bytes=done.kv_bytes,
+                transfer_s=done.transfer_s,
+            )
+        case "failed":
+            return _failed(event.failed)
+        case None:
+            return None
+
+
+def _decode_event(event: pb.DecodeEvent) -> WorkerEvent | None:
+    match event.WhichOneof("event"):
+        case "tokens":
+            tokens = event.tokens
+            return StepTokens(
+                request_id=tokens.request_id,
+                attempt=tokens.attempt,
+                first_index=tokens.first_index,
+                token_ids=tuple(tokens.token_ids),
+                finish_reason=finish_from_proto(tokens.finish_reason),
+                first_step_s=tokens.first_step_s,
+                num_local_prefill_tokens=tokens.local_prefill_tokens,
+            )
+        case "failed":
+            return _failed(event.failed)
+        case None:
+            return None
+
+
+def _failed(failed: pb.JobFailed) -> JobFailed:
+    return JobFailed(
+        request_id=failed.request_id,
+        attempt=failed.attempt,
+        code=failed.code,
+        message=failed.message,
+        retryable=failed.retryable,
+        blame=failed.blame,
+    )

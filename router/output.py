@@ -1,0 +1,168 @@
+"""The output of one request: token order across workers and attempts, and the text that is certain."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from pdserve.errors import InternalError
+from pdserve.tokenizer import IncrementalDetokenizer, StopStringMatcher, Tokenizer
+from pdserve.types import FinishReason
+
+
+@dataclass(frozen=True, slots=True)
+class Ending:
+    """How the output of a request ends."""
+
+    reason: FinishReason
+    stop_token_id: int | None = None
+    """The token that ended it, if one did."""
+    stop_string: str | None = None
+    """The string that ended it, if one did."""
+
+
+class TokenSequence:
+    """Puts tokens in the order of their index. They may come twice, and the decode worker's before the first one.
+
+    Only a run without gaps is ever given out. What waits behind a gap belongs to the current attempt; what was given
+    out stays for ever.
+    """
+
+    def __init__(self, max_tokens: int) -> None:
+        self._max_tokens = max_tokens
+        self._tokens: list[int] = []
+        self._waiting: dict[int, int] = {}
+        self._end: tuple[int, FinishReason] | None = None
+        """Number of tokens at the end, and why it ends."""
+
+    @property
+    def tokens(self) -> Sequence[int]:
+        """The gapless run, in order."""
+        return self._tokens
+
+    @property
+    def finished(self) -> FinishReason | None:
+        """Why the output ends, once every token up to the end is there."""
+        return self._end[1] if self._end is not None and len(self._tokens) >= self._end[0] else None
+
+    def add(self, first_index: int, token_ids: Sequence[int], finish: FinishReason | None) -> list[int]:
+        """Take tokens from `first_index` on, of which the last one ends the output if `finish` is set.
+
+        Returns the tokens that became part of the gapless run. Raises InternalError for an index that this output
+        cannot have.
+        """
+        end = first_index + len(token_ids)
+        if first_index < 0 or end > (self._max_tokens if self._end is None else self._end[0]):
+            raise InternalError(f"a worker sent output token {end - 1} of at most {self._max_tokens}")
+        if finish is not None:
+            if end < len(self._tokens):
+                raise InternalError(f"a worker ended the output after {end} tokens, {len(self._tokens)} are out")
+            self._end = (end, finish)
+        for index, token_id in enumerate(token_ids, start=first_index):
+            if index >= len(self._tokens):
+                self._waiting.setdefault(index, token_id)
+        known = len(self._tokens)
+        while (token := self._waiting.pop(len(self._tokens), None)) is not None:
+            self._tokens.append(token)
+        return self._tokens[known:]
+
+    def start_over(self) -> None:
+        """A new attempt begins after the gapless run."""
+        self._waiting.clear()
+        self._end = None
+
+
+class TextOutput:
+    """Text of an output as it grows: no part of a character, nothing that may still become a stop string.
+
+    Stop strings count only in the text of tokens after the first `min_tokens`, as stop tokens do.
+    """
+
+    def __init__(
+        self, tokenizer: Tokenizer, prompt_ids: Sequence[int], stop_strings: Sequence[str], min_tokens: int
+    ) -> None:
+        self._detokenizer = IncrementalDetokenizer(tokenizer, prompt_ids)
+        self._matcher = StopStringMatcher(stop_strings) if stop_strings else None
+        self._min_tokens = min_tokens
+        self._num_tokens = 0
+
+    def push(self, token_ids: Sequence[int]) -> tuple[int, str, str | None]:
+        """Take more tokens: (how many of them count, text that is certain, the stop string completed or None).
+
+        A stop string ends the output with the token that completes it. Nothing may be pushed after that.
+        """
+        parts: list[str] = []
+        for i, token_id in enumerate(token_ids):
+            text = self._detokenizer.push((token_id,))
+            self._num_tokens += 1
+            if self._matcher is None or self._num_tokens <= self._min_tokens:
+                parts.append(text)
+                continue
+            text, stop = self._matcher.push(text)
+            parts.append(text)
+            if stop is not None:
+                return i + 1, "".join(parts), stop
+        return len(token_ids), "".join(parts), None
+
+    def finish(self) -> tuple[str, str | None]:
+        """The text that was held back, at the end of the output; it may complete a stop string after all."""
+        rest = self._detokenizer.finish()
+        if self._matcher is None:
+            return rest, None
+        text, stop = self._matcher.push(rest)
+        return (text, stop) if stop is not None else (text + self._matcher.finish(), None)
+
+
+class Output:
+    """Tokens and text of one request over all its attempts."""
+
+    def __init__(self, tokens: TokenSequence, text: TextOutput) -> None:
+        self._sequence = tokens
+        self._text = text
+        self._num_tokens = 0
+        self._ending: Ending | None = None
+
+    @property
+    def tokens(self) -> Sequence[int]:
+        """Every token of the output so far, in order. Cut where a stop string was completed."""
+        return self._sequence.tokens[: self._num_tokens]
+
+    @property
+    def num_tokens(self) -> int:
+        """Length of `tokens`."""
+        return self._num_tokens
+
+    @property
+    def ending(self) -> Ending | None:
+        """How the output ended; None while it goes on or a token before the end is missing."""
+        return self._ending
+
+    def add(self, first_index: int, token_ids: Sequence[int], finish: FinishReason | None) -> tuple[list[int], str]:
+        """Take tokens of a worker: (tokens that are now part of the output, text that is now certain).
+
+        Nothing may be added after the end. Raises InternalError for an index that this output cannot have.
+        """
+        assert self._ending is None, "tokens after the end"
+        new = self._sequence.add(first_index, token_ids, finish)
+        reason = self._sequence.finished
+        # A stop token is counted and returned as a token; its text is not wanted.
+        shown = new[:-1] if reason is FinishReason.STOP else new
+        num_shown, text, stop = self._text.push(shown)
+        if stop is not None:
+            new = new[:num_shown]
+            self._ending = Ending(FinishReason.STOP, stop_string=stop)
+        elif reason is not None:
+            rest, stop = self._text.finish()
+            text += rest
+            if stop is not None:
+                self._ending = Ending(FinishReason.STOP, stop_string=stop)
+            elif reason is FinishReason.STOP:
+                self._ending = Ending(reason, stop_token_id=self._sequence.tokens[-1])
+            else:
+                self._ending = Ending(reason)
+        self._num_tokens += len(new)
+        return new, text
+
+    def start_over(self) -> None:
+        """A new attempt begins after `tokens`."""
+        self._sequence.start_over()

@@ -1,0 +1,65 @@
+"""Tokenization for the router: off the event loop where it may take long."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Final, TypeVar
+
+from pdserve.errors import InvalidRequestError
+from pdserve.tokenizer import Tokenizer
+from router.validation import ChatInput, PromptInput, TextInput, TokenInput
+
+_T = TypeVar("_T")
+
+MAX_INLINE_CHARACTERS: Final = 1024
+"""Text up to this length takes well under a millisecond; a hop to a thread and back would cost as much."""
+
+NUM_THREADS: Final = 2
+"""More would only take turns on the interpreter lock for chat templates; encoding itself releases it."""
+
+
+class Prompts:
+    """Turns what clients send into token ids and back."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self.tokenizer = tokenizer
+        self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="tokenize")
+
+    def close(self) -> None:
+        """Start nothing more; what runs in a thread ends by itself."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    async def encode(self, prompt: PromptInput) -> Sequence[int]:
+        """Token ids of a prompt. Raises InvalidRequestError naming the field, for example if a chat is refused."""
+        match prompt:
+            case TokenInput():
+                return prompt.token_ids
+            case TextInput():
+                return await self.encode_text(prompt.text, add_special_tokens=True)
+            case ChatInput():
+                return await self.encode_chat(prompt)
+
+    async def encode_text(self, text: str, *, add_special_tokens: bool) -> Sequence[int]:
+        """Token ids of raw text."""
+        if len(text) <= MAX_INLINE_CHARACTERS:
+            return self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        return await self._in_thread(lambda: self.tokenizer.encode(text, add_special_tokens=add_special_tokens))
+
+    async def encode_chat(self, chat: ChatInput) -> Sequence[int]:
+        """Token ids of a chat, rendered with the model's template and ready for the assistant's turn."""
+        try:
+            return await self._in_thread(lambda: self.tokenizer.encode_chat(chat.messages))
+        except InvalidRequestError as error:
+            # The tokenizer knows messages, not our request.
+            raise InvalidRequestError(f"chat.{error.message}", field=f"chat.{error.field}") from error
+
+    async def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
+        """Text of token ids."""
+        if len(token_ids) <= MAX_INLINE_CHARACTERS:
+            return self.tokenizer.decode(token_ids, skip_special_tokens)
+        return await self._in_thread(lambda: self.tokenizer.decode(token_ids, skip_special_tokens))
+
+    async def _in_thread(self, work: Callable[[], _T]) -> _T:
+        return await asyncio.get_running_loop().run_in_executor(self._threads, work)

@@ -1,0 +1,97 @@
+"""Where the time of one request went.
+
+Boundaries are moments of the router's clock. Inside them, time is split by durations that workers measured with their
+own clocks, so no two clocks are ever compared; a duration that does not fit is cut. The six phases sum to the whole.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Phases:
+    """All in seconds and never negative; what each one means is said in inference.proto, `Timings`."""
+
+    tokenize_s: float
+    queue_s: float
+    prefill_s: float
+    transfer_s: float
+    handover_s: float
+    decode_s: float
+    ttft_s: float
+    tpot_s: float
+
+    @property
+    def e2e_s(self) -> float:
+        """Sum of the six phases, in their order."""
+        return self.tokenize_s + self.queue_s + self.prefill_s + self.transfer_s + self.handover_s + self.decode_s
+
+
+class Timeline:
+    """Collects the moments of one request. Times are `time.monotonic()` in seconds."""
+
+    def __init__(self, received_at: float) -> None:
+        self._received_at = received_at
+        self._tokenized_at = received_at
+        self._first_at: float | None = None
+        self._second_at: float | None = None
+        self._last_at: float | None = None
+        self._num_tokens = 0
+        self._prefill_s = 0.0
+        self._transfer_s = 0.0
+        self._first_step_s = 0.0
+
+    def tokenized(self, now: float) -> None:
+        """The prompt is tokenized and checked."""
+        self._tokenized_at = now
+
+    def tokens(self, num_new: int, now: float) -> None:
+        """`num_new` tokens have become part of the output."""
+        for _ in range(min(num_new, 2)):
+            if self._first_at is None:
+                self._first_at = now
+            elif self._second_at is None:
+                self._second_at = now
+        if num_new:
+            self._num_tokens += num_new
+            self._last_at = now
+
+    def prefilled(self, prefill_s: float) -> None:
+        """What the prefill worker measured for the first token of the output (not for that of a later attempt)."""
+        self._prefill_s = prefill_s
+
+    def transferred(self, transfer_s: float) -> None:
+        """What the prefill worker measured from the first token to the last byte in place."""
+        self._transfer_s = transfer_s
+
+    def first_step(self, first_step_s: float) -> None:
+        """What the decode worker measured for the step that gave the second token."""
+        self._first_step_s = first_step_s
+
+    def phases(self) -> Phases:
+        """The result, at the end of the output. At least one token must be there."""
+        assert self._first_at is not None and self._last_at is not None, "no token yet"
+        before = self._first_at - self._tokenized_at
+        prefill_s = _clamp(self._prefill_s, before)
+        after = self._last_at - self._first_at
+        transfer_s = handover_s = 0.0
+        if self._second_at is not None:
+            gap = self._second_at - self._first_at
+            transfer_s = _clamp(self._transfer_s, gap)
+            handover_s = max(0.0, gap - transfer_s - _clamp(self._first_step_s, gap - transfer_s))
+        return Phases(
+            tokenize_s=self._tokenized_at - self._received_at,
+            queue_s=before - prefill_s,
+            prefill_s=prefill_s,
+            transfer_s=transfer_s,
+            handover_s=handover_s,
+            decode_s=max(0.0, after - transfer_s - handover_s),
+            ttft_s=self._first_at - self._received_at,
+            tpot_s=after / (self._num_tokens - 1) if self._num_tokens > 1 else 0.0,
+        )
+
+
+def _clamp(value: float, longest: float) -> float:
+    """`value` cut to [0, longest]; NaN, which a broken peer might send, becomes 0."""
+    return min(value, longest) if value > 0.0 else 0.0

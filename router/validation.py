@@ -1,0 +1,331 @@
+"""Checks a public request field by field and resolves every default. All problems of a request are reported at once."""
+
+from __future__ import annotations
+
+import math
+import re
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from pdserve.config.schema import RouterSection
+from pdserve.errors import InvalidRequestError, NotFoundError, PromptTooLongError
+from pdserve.rpc.v1 import common_pb2
+from pdserve.rpc.v1 import inference_pb2 as pb
+from pdserve.types import SamplingParams
+
+REQUEST_ID: Final = re.compile(r"[A-Za-z0-9._:-]{1,128}")
+ROLES: Final = ("system", "user", "assistant")
+MAX_TEMPERATURE: Final = 100.0
+MAX_STOP_TOKEN_IDS: Final = 256
+MAX_STOP_CHARACTERS: Final = 4096
+"""Of all stop strings together: as much text may be held back from the client."""
+MAX_LISTED: Final = 20
+"""Problems spelt out in one error."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """What the model and the workers can do at the moment a request arrives. Lengths are in tokens."""
+
+    model: str
+    """Name that clients may give."""
+    vocab_size: int
+    max_model_len: int
+    """Longest sequence, prompt and output."""
+    prefill_tokens: int | None = None
+    """Longest prompt that fits any prefill worker's KV pool; None if no such worker is known."""
+    decode_tokens: int | None = None
+    """Longest sequence that fits any decode worker's KV pool; None if no such worker is known."""
+
+
+@dataclass(frozen=True, slots=True)
+class TextInput:
+    """Plain text."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class TokenInput:
+    """Token ids, taken as they are."""
+
+    token_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ChatInput:
+    """Messages for the chat template."""
+
+    messages: tuple[dict[str, str], ...]
+
+
+PromptInput = TextInput | TokenInput | ChatInput
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckedRequest:
+    """A request whose fields are right by themselves; lengths are known only once the prompt is tokenized."""
+
+    prompt: PromptInput
+    sampling: SamplingParams
+    max_tokens: int | None
+    """None: the client left it to us."""
+    min_tokens: int
+    stop_token_ids: tuple[int, ...]
+    """What the client added."""
+    ignore_eos: bool
+    stop_strings: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerationSpec:
+    """What to generate, every default resolved."""
+
+    prompt_ids: tuple[int, ...]
+    sampling: SamplingParams
+    max_tokens: int
+    min_tokens: int
+    stop_token_ids: tuple[int, ...]
+    """Every id that ends the output, the model's own included unless they are ignored."""
+    stop_strings: tuple[str, ...]
+
+
+class _Problems:
+    """Collects what is wrong, by field."""
+
+    def __init__(self) -> None:
+        self._found: list[tuple[str, str]] = []
+
+    def add(self, field: str, problem: str) -> None:
+        self._found.append((field, problem))
+
+    def range(self, field: str, value: float, low: float, high: float, hint: str = "") -> None:
+        """Note `value` unless low <= value <= high, which is false for NaN."""
+        if not low <= value <= high:
+            self.add(field, f"must be between {_number(low)} and {_number(high)}{hint}, got {_number(value)}")
+
+    def raise_any(self) -> None:
+        if self._found:
+            lines = [f"{field}: {problem}" for field, problem in self._found[:MAX_LISTED]]
+            if len(self._found) > MAX_LISTED:
+                lines.append(f"and {len(self._found) - MAX_LISTED} more")
+            raise InvalidRequestError("; ".join(lines), field=self._found[0][0])
+
+
+def check_request_id(request_id: str) -> str:
+    """`request_id`, or a new one if it is empty. Raises InvalidRequestError."""
+    if not request_id:
+        return f"req-{secrets.token_hex(12)}"
+    if not REQUEST_ID.fullmatch(request_id):
+        raise InvalidRequestError(
+            f"request_id: must be 1 to 128 of A-Z a-z 0-9 . _ : -, got {len(request_id)} characters",
+            field="request_id",
+        )
+    return request_id
+
+
+def check_model(model: str, limits: Limits) -> None:
+    """Raises NotFoundError unless `model` is empty or the one that is served."""
+    if model not in ("", limits.model):
+        shown = model if len(model) <= 128 else f"{model[:128]}..."
+        raise NotFoundError(f"model: {shown!r} is not served here; this is {limits.model!r}", field="model")
+
+
+def check_request(request: pb.GenerateRequest, limits: Limits, config: RouterSection) -> CheckedRequest:
+    """Check every field but the request id. Raises InvalidRequestError that lists all problems, or NotFoundError."""
+    check_model(request.model, limits)
+    problems = _Problems()
+    prompt = _check_input(request, limits, config, problems)
+    sampling = _check_sampling(request.sampling, limits, problems)
+    stop = request.stop
+    max_tokens = stop.max_tokens if stop.HasField("max_tokens") else None
+    if max_tokens is not None:
+        problems.range("stop.max_tokens", max_tokens, 1, limits.max_model_len, " (the model's context)")
+    upper = limits.max_model_len if max_tokens is None else max_tokens
+    if upper >= 0:
+        problems.range("stop.min_tokens", stop.min_tokens, 0, upper, "" if max_tokens is None else " (stop.max_tokens)")
+    if len(stop.stop_token_ids) > MAX_STOP_TOKEN_IDS:
+        problems.add("stop.stop_token_ids", f"at most {MAX_STOP_TOKEN_IDS} ids, got {len(stop.stop_token_ids)}")
+    _check_ids("stop.stop_token_ids", stop.stop_token_ids, limits, problems)
+    _check_stop_strings(stop.stop, config, problems)
+    problems.raise_any()
+    assert prompt is not None, "a request without input has a problem"
+    return CheckedRequest(
+        prompt=prompt,
+        sampling=sampling,
+        max_tokens=max_tokens,
+        min_tokens=stop.min_tokens,
+        stop_token_ids=tuple(stop.stop_token_ids),
+        ignore_eos=stop.ignore_eos,
+        stop_strings=tuple(dict.fromkeys(stop.stop)),
+    )
+
+
+def check_text(field: str, text: str, config: RouterSection) -> None:
+    """Raises InvalidRequestError for text that is too long to look at."""
+    problems = _Problems()
+    _check_bytes(field, len(text.encode()), config, problems)
+    problems.raise_any()
+
+
+def check_chat(field: str, chat: pb.ChatPrompt, config: RouterSection) -> ChatInput:
+    """Raises InvalidRequestError for messages that no template can take."""
+    problems = _Problems()
+    checked = _check_chat(field, chat, config, problems)
+    problems.raise_any()
+    return checked
+
+
+def check_token_ids(field: str, token_ids: Sequence[int], vocab_size: int, max_ids: int) -> tuple[int, ...]:
+    """Raises InvalidRequestError for ids outside the vocabulary or more than `max_ids` of them."""
+    problems = _Problems()
+    if len(token_ids) > max_ids:
+        problems.add(field, f"at most {max_ids} ids, got {len(token_ids)}")
+    _check_ids(field, token_ids, Limits(model="", vocab_size=vocab_size, max_model_len=0), problems)
+    problems.raise_any()
+    return tuple(token_ids)
+
+
+def resolve(
+    request: CheckedRequest,
+    prompt_ids: Sequence[int],
+    *,
+    eos_token_ids: Sequence[int],
+    limits: Limits,
+    config: RouterSection,
+) -> GenerationSpec:
+    """Add the tokenized prompt and check lengths.
+
+    A prompt must leave room for one token. A `max_tokens` that the client gave is taken at its word or refused; one
+    that it did not give is the configured default, cut to what is left. Raises PromptTooLongError if the request can
+    never be served, InvalidRequestError for an empty prompt.
+    """
+    field = {TextInput: "text", TokenInput: "token_ids.ids", ChatInput: "chat"}[type(request.prompt)]
+    num_prompt = len(prompt_ids)
+    if num_prompt == 0:
+        raise InvalidRequestError(f"{field}: the prompt is empty", field=field)
+    bounds = [(limits.max_model_len, "the model's context")]
+    if limits.decode_tokens is not None:
+        bounds.append((limits.decode_tokens, "the KV pool of the largest decode worker"))
+    longest, whose = min(bounds, key=lambda bound: bound[0])
+    if num_prompt >= longest:
+        raise PromptTooLongError(
+            f"{field}: {num_prompt} prompt tokens and one of output exceed {whose} ({longest} tokens)", field=field
+        )
+    if limits.prefill_tokens is not None and num_prompt > limits.prefill_tokens:
+        raise PromptTooLongError(
+            f"{field}: {num_prompt} prompt tokens exceed the KV pool of the largest prefill worker "
+            f"({limits.prefill_tokens} tokens)",
+            field=field,
+        )
+    max_tokens = request.max_tokens
+    if max_tokens is None:
+        max_tokens = min(max(config.default_max_tokens, request.min_tokens), longest - num_prompt)
+    elif num_prompt + max_tokens > longest:
+        raise PromptTooLongError(
+            f"stop.max_tokens: {num_prompt} prompt tokens and {max_tokens} of output exceed {whose} "
+            f"({longest} tokens); at most {longest - num_prompt} are left",
+            field="stop.max_tokens",
+        )
+    if request.min_tokens > max_tokens:
+        raise PromptTooLongError(
+            f"stop.min_tokens: {request.min_tokens} exceed the {max_tokens} tokens that {whose} leaves",
+            field="stop.min_tokens",
+        )
+    own = () if request.ignore_eos else tuple(eos_token_ids)
+    return GenerationSpec(
+        prompt_ids=tuple(prompt_ids),
+        sampling=request.sampling,
+        max_tokens=max_tokens,
+        min_tokens=request.min_tokens,
+        stop_token_ids=tuple(dict.fromkeys((*own, *request.stop_token_ids))),
+        stop_strings=request.stop_strings,
+    )
+
+
+def _check_input(
+    request: pb.GenerateRequest, limits: Limits, config: RouterSection, problems: _Problems
+) -> PromptInput | None:
+    match request.WhichOneof("input"):
+        case "text":
+            _check_bytes("text", len(request.text.encode()), config, problems)
+            return TextInput(request.text)
+        case "token_ids":
+            ids = request.token_ids.ids
+            if len(ids) > limits.max_model_len:
+                # Not worth looking at each; `resolve` would refuse it anyway.
+                raise PromptTooLongError(
+                    f"token_ids.ids: {len(ids)} tokens exceed the model's context ({limits.max_model_len} tokens)",
+                    field="token_ids.ids",
+                )
+            _check_ids("token_ids.ids", ids, limits, problems)
+            return TokenInput(tuple(ids))
+        case "chat":
+            return _check_chat("chat", request.chat, config, problems)
+        case None:
+            problems.add("input", "set one of text, token_ids and chat")
+            return None
+
+
+def _check_chat(field: str, chat: pb.ChatPrompt, config: RouterSection, problems: _Problems) -> ChatInput:
+    if not chat.messages:
+        problems.add(f"{field}.messages", "must hold at least one message")
+    for i, message in enumerate(chat.messages):
+        if message.role not in ROLES:
+            shown = message.role[:64]
+            problems.add(f"{field}.messages[{i}].role", f"must be one of {', '.join(ROLES)}, got {shown!r}")
+    size = sum(len(message.content.encode()) for message in chat.messages)
+    _check_bytes(f"{field}.messages", size, config, problems)
+    return ChatInput(tuple({"role": m.role, "content": m.content} for m in chat.messages))
+
+
+def _check_sampling(sampling: common_pb2.SamplingParams, limits: Limits, problems: _Problems) -> SamplingParams:
+    temperature = sampling.temperature if sampling.HasField("temperature") else 1.0
+    top_p = sampling.top_p if sampling.HasField("top_p") else 1.0
+    problems.range("sampling.temperature", temperature, 0.0, MAX_TEMPERATURE)
+    problems.range("sampling.top_k", sampling.top_k, 0, limits.vocab_size, " (the vocabulary)")
+    if not 0.0 < top_p <= 1.0:
+        problems.add("sampling.top_p", f"must be above 0 and at most 1, got {_number(top_p)}")
+    problems.range("sampling.min_p", sampling.min_p, 0.0, 1.0)
+    return SamplingParams(
+        temperature=temperature,
+        top_k=sampling.top_k,
+        top_p=top_p,
+        min_p=sampling.min_p,
+        seed=sampling.seed if sampling.HasField("seed") else secrets.randbits(64),
+    )
+
+
+def _check_stop_strings(stops: Sequence[str], config: RouterSection, problems: _Problems) -> None:
+    if len(stops) > config.max_stop_strings:
+        problems.add("stop.stop", f"at most {config.max_stop_strings} strings, got {len(stops)}")
+    for i, stop in enumerate(stops):
+        if not stop:
+            problems.add(f"stop.stop[{i}]", "must not be empty: it would match at once")
+    total = sum(len(stop) for stop in stops)
+    if total > MAX_STOP_CHARACTERS:
+        problems.add("stop.stop", f"at most {MAX_STOP_CHARACTERS} characters in all, got {total}")
+
+
+def _check_ids(field: str, token_ids: Sequence[int], limits: Limits, problems: _Problems) -> None:
+    # One pass in C for the usual case: prompts are long.
+    if not token_ids or (min(token_ids) >= 0 and max(token_ids) < limits.vocab_size):
+        return
+    for i, token_id in enumerate(token_ids):
+        if not 0 <= token_id < limits.vocab_size:
+            problems.add(
+                f"{field}[{i}]", f"must be between 0 and {limits.vocab_size - 1} (the vocabulary), got {token_id}"
+            )
+
+
+def _check_bytes(field: str, num_bytes: int, config: RouterSection, problems: _Problems) -> None:
+    if num_bytes > config.max_prompt_bytes:
+        problems.add(field, f"at most {config.max_prompt_bytes} bytes, got {num_bytes}")
+
+
+def _number(value: float) -> str:
+    if math.isnan(value):
+        return "NaN"
+    return str(value) if isinstance(value, int) else f"{value:g}"

@@ -1,0 +1,549 @@
+"""The router against fake workers, everything going wrong: cancels, deadlines, lost workers, bad input."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import logging
+import os
+import signal
+import time
+from pathlib import Path
+
+import grpc
+import pytest
+
+from pdserve.rpc.errors import error_of
+from pdserve.rpc.v1 import common_pb2, inference_pb2_grpc, worker_pb2
+from pdserve.rpc.v1 import inference_pb2 as pb
+from pdserve.store.client import Store
+from pdserve.store.embedded import EmbeddedRedis
+from pdserve.testing.fake_worker_base import PausePoint
+from pdserve.testing.router_rig import PROMPT, RouterRig, RouterRigs, ask, expected, make_model
+from pdserve.testing.waiting import eventually
+from pdserve.types import Role
+
+
+@pytest.fixture(scope="module")
+def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture
+def rigs(store: Store, redis_url: str, model_path: Path) -> RouterRigs:
+    return RouterRigs(store, redis_url, model_path)
+
+
+class Stop:
+    """Makes every request stop in `state`."""
+
+    def __init__(self, rig: RouterRig, state: str) -> None:
+        prefill, decode = rig.fleet.prefill["p0"], rig.fleet.decode["d0"]
+        self._rig = rig
+        self._state = state
+        self._point: PausePoint = {
+            "QUEUED": prefill.before_start,
+            "PREFILLING": prefill.before_first_token,
+            "TRANSFERRING": prefill.before_hand_off,
+            "DECODING": decode.before_step,
+        }[state]
+        self._point.hold()
+
+    async def reached(self, request_id: str) -> None:
+        """Until the request is there, as the worker and the router see it."""
+        await eventually(lambda: self._point.num_waiting == 1, f"{request_id} has reached its worker")
+        await self._rig.wait_state(request_id, self._state)
+
+
+STATES = ["QUEUED", "PREFILLING", "TRANSFERRING", "DECODING"]
+
+
+@pytest.mark.parametrize("state", STATES)
+async def test_cancel_ends_the_stream_and_reaches_the_workers_in_every_state(rigs: RouterRigs, state: str) -> None:
+    """O-ABT-4."""
+    async with rigs.start() as rig:
+        stop = Stop(rig, state)
+        running = asyncio.create_task(rig.client.error(ask(request_id="x")))
+        await stop.reached("x")
+        started = time.monotonic()
+        assert (await rig.client.inference.Cancel(pb.CancelRequest(request_id="x"))).cancelled
+        assert (await running).code == "cancelled"
+        assert time.monotonic() - started < 1.0
+        await rig.wait_quiet()
+        assert ("x", 1) in rig.fleet.prefill["p0"].cancelled + rig.fleet.decode["d0"].cancelled
+        assert not (await rig.client.inference.Cancel(pb.CancelRequest(request_id="x"))).cancelled
+        await rig.wait_state("x", "CANCELLED")
+
+
+@pytest.mark.parametrize("state", STATES)
+async def test_a_client_that_goes_away_cancels_its_request_in_every_state(rigs: RouterRigs, state: str) -> None:
+    """O-ABT-1, O-ABT-2."""
+    async with rigs.start() as rig:
+        stop = Stop(rig, state)
+        call = rig.client.inference.Generate(ask(request_id="x"))
+        await stop.reached("x")
+        call.cancel()
+        await rig.wait_quiet()
+        await rig.wait_state("x", "CANCELLED")
+
+
+@pytest.mark.parametrize("state", STATES)
+async def test_the_deadline_of_the_client_stops_the_workers_in_every_state(rigs: RouterRigs, state: str) -> None:
+    """O-OPS-6."""
+    async with rigs.start() as rig:
+        Stop(rig, state)
+        error = await rig.client.error(ask(request_id="x"), timeout=0.4)
+        assert error.code == "deadline_exceeded"
+        await rig.wait_quiet()
+        await rig.wait_state("x", "FAILED")
+        info = await rig.client.inference.GetRequest(pb.GetRequestRequest(request_id="x"))
+        assert info.error_code == "deadline_exceeded"
+
+
+async def test_the_default_deadline_holds_for_a_client_without_one(rigs: RouterRigs) -> None:
+    async with rigs.start(default_deadline_s=0.3) as rig:
+        Stop(rig, "DECODING")
+        assert (await rig.client.error(ask(), timeout=None)).code == "deadline_exceeded"
+
+
+async def test_cancel_ends_a_request_that_waits_for_workers(rigs: RouterRigs) -> None:
+    async with rigs.start(prefill=0, decode=1) as rig:
+        running = asyncio.create_task(rig.client.error(ask(request_id="x")))
+        await rig.wait_state("x", "QUEUED")
+        await rig.client.inference.Cancel(pb.CancelRequest(request_id="x"))
+        assert (await running).code == "cancelled"
+
+
+@pytest.mark.parametrize("state", STATES[:3])
+async def test_a_lost_prefill_worker_is_replaced_without_a_trace_in_the_output(rigs: RouterRigs, state: str) -> None:
+    """O-WRK-2."""
+    async with rigs.start(prefill=2) as rig:
+        points = {"QUEUED": "before_start", "PREFILLING": "before_first_token", "TRANSFERRING": "before_hand_off"}
+        for worker in rig.fleet.prefill.values():
+            getattr(worker, points[state]).hold()
+        running = asyncio.create_task(rig.client.generate(ask(12, request_id="x")))
+        await eventually(lambda: any(worker.num_jobs for worker in rig.fleet.prefill.values()), "a worker has it")
+        await rig.wait_state("x", state)
+        victim = next(name for name, worker in rig.fleet.prefill.items() if worker.num_jobs)
+        await rig.fleet.kill(victim)
+        (other,) = rig.fleet.prefill.values()
+        getattr(other, points[state]).release()
+        answer = await running
+        assert answer.token_ids == expected(12)
+        assert answer.last.usage.prompt_tokens == len(PROMPT)
+        assert answer.last.usage.completion_tokens == 12
+        assert (answer.last.placement.prefill_worker, answer.last.placement.attempts) == (other.info.worker_id, 2)
+        resumed = other.jobs[-1]
+        num_known = 1 if state == "TRANSFERRING" else 0
+        assert resumed.token_ids == (*PROMPT, *expected(num_known))
+        assert (resumed.num_prompt_tokens, resumed.attempt) == (len(PROMPT), 2)
+
+
+async def test_a_prefill_worker_lost_after_its_hand_off_is_not_missed(rigs: RouterRigs) -> None:
+    async with rigs.start(prefill=2) as rig:
+        rig.fleet.decode["d0"].before_step.let_pass(2)
+        running = asyncio.create_task(rig.client.generate(ask(12, request_id="x")))
+        await eventually(lambda: rig.fleet.decode["d0"].before_step.num_waiting == 1, "two steps are done")
+        await rig.wait_state("x", "DECODING")
+        (victim,) = (name for name, worker in rig.fleet.prefill.items() if worker.jobs)
+        await rig.fleet.kill(victim)
+        await rig.wait_lost(victim)
+        rig.fleet.decode["d0"].before_step.release()
+        answer = await running
+        assert answer.token_ids == expected(12)
+        assert answer.last.placement.attempts == 1
+
+
+async def test_tokens_before_a_lost_first_token_are_not_given_out(rigs: RouterRigs) -> None:
+    async with rigs.start(prefill=2) as rig:
+        for worker in rig.fleet.prefill.values():
+            worker.hand_off_before_first_token = True
+            worker.before_first_token.hold()
+        running = asyncio.create_task(rig.client.generate(ask(6, request_id="x")))
+        await rig.wait_state("x", "DECODING")
+        victim = next(name for name, worker in rig.fleet.prefill.items() if worker.num_jobs)
+        await rig.fleet.kill(victim)
+        (other,) = rig.fleet.prefill.values()
+        other.before_first_token.release()
+        answer = await running
+        assert answer.token_ids == expected(6)
+        assert answer.last.placement.attempts == 2
+
+
+@pytest.mark.parametrize("num_steps", [0, 1, 5])
+async def test_a_decode_worker_lost_mid_stream_is_replaced_and_the_stream_goes_on_with_the_next_token(
+    rigs: RouterRigs, num_steps: int
+) -> None:
+    """O-WRK-1."""
+    async with rigs.start(decode=2) as rig:
+        for worker in rig.fleet.decode.values():
+            worker.before_step.let_pass(num_steps)
+        sampling = common_pb2.SamplingParams(temperature=1, seed=7)
+        running = asyncio.create_task(rig.client.generate(ask(20, request_id="x", sampling=sampling)))
+        await eventually(lambda: any(w.before_step.num_waiting for w in rig.fleet.decode.values()), "it is decoding")
+        victim = next(name for name, worker in rig.fleet.decode.items() if worker.num_jobs)
+        await rig.wait_tokens("x", num_steps + 1)
+        await rig.fleet.kill(victim)
+        (other,) = rig.fleet.decode.values()
+        other.before_step.release()
+        answer = await running
+        assert answer.token_ids == expected(20)
+        seqs = [response.seq for response in answer.responses]
+        assert seqs == list(range(len(seqs)))
+        assert (answer.last.usage.prompt_tokens, answer.last.usage.completion_tokens) == (3, 20)
+        assert (answer.last.placement.decode_worker, answer.last.placement.attempts) == (other.info.worker_id, 2)
+        first, second = rig.fleet.prefill["p0"].jobs
+        assert second.token_ids == (*PROMPT, *expected(num_steps + 1))
+        assert second.sampling == first.sampling
+        assert (second.max_new_tokens, second.num_prompt_tokens) == (20, 3)
+
+
+async def test_a_frozen_worker_is_given_up_and_its_late_messages_change_nothing(rigs: RouterRigs) -> None:
+    """O-WRK-3."""
+    async with rigs.start(decode=2) as rig:
+        for worker in rig.fleet.decode.values():
+            worker.before_step.let_pass(3)
+        running = asyncio.create_task(rig.client.generate(ask(20, request_id="x")))
+        await eventually(lambda: any(w.before_step.num_waiting for w in rig.fleet.decode.values()), "it is decoding")
+        frozen = next(worker for worker in rig.fleet.decode.values() if worker.num_jobs)
+        (other,) = (worker for worker in rig.fleet.decode.values() if worker is not frozen)
+        frozen.before_send.hold()
+        frozen.before_step.release()
+        other.before_step.release()
+        answer = await running
+        assert answer.token_ids == expected(20)
+        assert answer.last.placement.decode_worker == other.info.worker_id
+        frozen.before_send.release()
+        await rig.wait_ready(3)
+        assert (await rig.client.generate(ask(5))).token_ids == expected(5)
+
+
+async def test_messages_of_an_older_attempt_change_nothing(rigs: RouterRigs) -> None:
+    async with rigs.start(decode=2) as rig:
+        prefill = rig.fleet.prefill["p0"]
+        for worker in rig.fleet.decode.values():
+            worker.before_step.hold()
+        running = asyncio.create_task(rig.client.generate(ask(6, request_id="x")))
+        await eventually(lambda: any(w.num_jobs for w in rig.fleet.decode.values()), "it is decoding")
+        await rig.wait_tokens("x", 1)
+        prefill.before_first_token.hold()
+        await rig.fleet.kill(next(name for name, worker in rig.fleet.decode.items() if worker.num_jobs))
+        await eventually(
+            lambda: prefill.before_first_token.num_waiting == 1, "the second attempt is at the same worker"
+        )
+        wrong = worker_pb2.FirstToken(request_id="x", attempt=1, index=1, token_id=60)
+        failed = worker_pb2.JobFailed(request_id="x", attempt=1, code="internal", message="late")
+        late = [worker_pb2.PrefillEvent(first_token=wrong), worker_pb2.PrefillEvent(failed=failed)]
+        prefill.send_to_all(worker_pb2.PrefillEvents(events=late))
+        prefill.before_first_token.release()
+        for worker in rig.fleet.decode.values():
+            worker.before_step.release()
+        answer = await running
+        assert answer.token_ids == expected(6)
+        assert answer.last.placement.attempts == 2
+
+
+async def test_a_router_that_was_frozen_itself_does_not_blame_its_workers(rigs: RouterRigs) -> None:
+    async with rigs.start() as rig:
+        # Longer than the peer time-out; everything the workers sent meanwhile is unread afterwards.
+        time.sleep(1.5)  # noqa: ASYNC251
+        for _ in range(3):
+            assert (await rig.client.generate(ask(5))).last.placement.attempts == 1
+        assert (rig.fleet.prefill["p0"].num_sessions, rig.fleet.decode["d0"].num_sessions) == (1, 1)
+
+
+async def test_a_restarted_worker_is_a_new_one(rigs: RouterRigs) -> None:
+    async with rigs.start() as rig:
+        rig.fleet.decode["d0"].before_step.let_pass(2)
+        running = asyncio.create_task(rig.client.generate(ask(10, request_id="x")))
+        await rig.wait_tokens("x", 3)
+        await rig.fleet.kill("d0")
+        again = await rig.fleet.add_decode("d0")
+        answer = await running
+        assert answer.token_ids == expected(10)
+        assert again.num_taken_over == 1
+        await rig.wait_ready(2)
+        assert [w.info.incarnation for w in (await rig.client.status()).workers][1] == again.info.incarnation
+
+
+async def test_when_every_attempt_loses_its_worker_the_client_is_told(rigs: RouterRigs) -> None:
+    async with rigs.start(decode=3, max_attempts=2) as rig:
+        for worker in rig.fleet.decode.values():
+            worker.before_step.hold()
+        running = asyncio.create_task(rig.client.error(ask(10, request_id="x")))
+        for _ in range(2):
+            await eventually(
+                lambda: any(w.before_step.num_waiting for w in rig.fleet.decode.values()), "one is decoding"
+            )
+            await rig.fleet.kill(next(name for name, worker in rig.fleet.decode.items() if worker.num_jobs))
+        error = await running
+        assert error.code == "worker_lost"
+        assert "decode worker" in error.message
+        await rig.wait_state("x", "FAILED")
+
+
+async def test_a_retryable_failure_avoids_the_blamed_worker(rigs: RouterRigs) -> None:
+    async with rigs.start(prefill=1, decode=2) as rig:
+        prefill = rig.fleet.prefill["p0"]
+        prefill.before_start.hold()
+        running = asyncio.create_task(rig.client.generate(ask(5)))
+        await eventually(lambda: prefill.before_start.num_waiting == 1, "the first attempt is queued")
+        blamed, other = prefill.targets[0]
+        rig.fleet.decode[blamed].fail_with = worker_pb2.JobFailed(
+            code="handoff_failed", message="checksum", retryable=True, blame=blamed
+        )
+        prefill.before_start.release()
+        assert (await running).token_ids == expected(5)
+        assert prefill.targets[1] == (other,)
+
+
+async def test_the_only_worker_is_tried_again_although_it_is_blamed(rigs: RouterRigs) -> None:
+    async with rigs.start() as rig:
+        prefill = rig.fleet.prefill["p0"]
+        prefill.fail_with = worker_pb2.JobFailed(code="overloaded", message="full", retryable=True, blame="p0")
+        error = await rig.client.error(ask())
+        assert (error.code, error.message) == ("overloaded", "full")
+        assert [job.attempt for job in prefill.jobs] == [1, 2, 3]
+
+
+async def test_a_final_failure_is_passed_on_with_its_code(rigs: RouterRigs) -> None:
+    async with rigs.start() as rig:
+        prefill = rig.fleet.prefill["p0"]
+        prefill.fail_with = worker_pb2.JobFailed(code="prompt_too_long", message="no room for it", retryable=False)
+        error = await rig.client.error(ask(request_id="x"))
+        assert (error.code, error.message) == ("prompt_too_long", "no room for it")
+        assert len(prefill.jobs) == 1
+        await rig.wait_state("x", "FAILED")
+
+
+async def test_without_a_usable_pair_requests_wait_and_are_then_refused(rigs: RouterRigs) -> None:
+    async with rigs.start(prefill=1, decode=0, worker_wait_s=0.3) as rig:
+        error = await rig.client.error(ask())
+        assert error.code == "unavailable"
+        assert error.retry_after_s is not None
+    async with rigs.start(prefill=1, decode=0, worker_wait_s=10) as rig:
+        running = asyncio.create_task(rig.client.generate(ask(request_id="x")))
+        await rig.wait_state("x", "QUEUED")
+        await rig.fleet.add_decode("d0")
+        assert (await running).token_ids == expected(8)
+
+
+async def test_draining_workers_get_no_new_requests_and_finish_the_old_ones(rigs: RouterRigs) -> None:
+    """O-OPS-3."""
+    async with rigs.start(decode=2) as rig:
+        for worker in rig.fleet.decode.values():
+            worker.before_step.hold()
+        running = asyncio.create_task(rig.client.generate(ask(5, request_id="x")))
+        await rig.wait_state("x", "DECODING", "TRANSFERRING")
+        await eventually(lambda: any(w.num_jobs for w in rig.fleet.decode.values()), "one is decoding")
+        draining = next(worker for worker in rig.fleet.decode.values() if worker.num_jobs)
+        draining.stats = dataclasses.replace(draining.stats, draining=True)
+        await rig.fleet.deregister(draining.info.worker_id)
+        await rig.wait_ready(2)
+        for worker in rig.fleet.decode.values():
+            worker.before_step.release()
+        assert (await running).last.placement.decode_worker == draining.info.worker_id
+        for _ in range(3):
+            assert (await rig.client.generate(ask(3))).last.placement.decode_worker != draining.info.worker_id
+
+
+async def test_incompatible_workers_get_no_work_and_the_log_names_the_difference(
+    rigs: RouterRigs, caplog: pytest.LogCaptureFixture
+) -> None:
+    """O-KVT-4."""
+    caplog.set_level(logging.ERROR)
+    async with rigs.start() as rig:
+        fleet = rig.fleet
+        await fleet.add_decode("half", fleet.info("half", Role.DECODE, kv_dtype="float16"))
+        await fleet.add_prefill("foreign", fleet.info("foreign", Role.PREFILL, model_fingerprint="another"))
+
+        async def shown() -> bool:
+            states = {w.info.worker_id: w.state for w in (await rig.client.status()).workers}
+            return states == {"p0": "ready", "d0": "ready", "half": "ready", "foreign": "incompatible"}
+
+        await eventually(shown, "all are connected")
+        for _ in range(4):
+            placement = (await rig.client.generate(ask(4))).last.placement
+            assert (placement.prefill_worker, placement.decode_worker) == ("p0", "d0")
+        assert all("half" not in targets for targets in fleet.prefill["p0"].targets)
+        messages = [record.getMessage() for record in caplog.records]
+        assert [m for m in messages if "half" in m] == [
+            "prefill worker p0 and decode worker half are never paired: kv_layout.dtype 'float32' != 'float16'"
+        ]
+        assert len([m for m in messages if "foreign" in m and "model_fingerprint 'another'" in m]) == 1
+
+
+BAD: list[tuple[str, pb.GenerateRequest, str, str]] = [
+    ("no input", pb.GenerateRequest(), "invalid_request", "input"),
+    ("no tokens", ask(prompt=()), "invalid_request", "token_ids.ids"),
+    ("empty text", ask(text=""), "invalid_request", "text"),
+    ("no messages", ask(chat=pb.ChatPrompt()), "invalid_request", "chat.messages"),
+    (
+        "no template",
+        ask(chat=pb.ChatPrompt(messages=[pb.ChatMessage(role="user")])),
+        "invalid_request",
+        "chat.messages",
+    ),
+    ("unknown token", ask(prompt=(5, 10**6)), "invalid_request", "token_ids.ids[1]"),
+    ("negative token", ask(prompt=(-1,)), "invalid_request", "token_ids.ids[0]"),
+    ("unknown model", ask(model="other"), "not_found", "model"),
+    ("malformed name", ask(request_id="a\nb"), "invalid_request", "request_id"),
+    ("long name", ask(request_id="a" * 10_000), "invalid_request", "request_id"),
+    ("long prompt", ask(prompt=(50,) * 100_000), "prompt_too_long", "token_ids.ids"),
+    ("long output", ask(max_tokens=65_534), "prompt_too_long", "stop.max_tokens"),
+]
+
+
+async def test_bad_requests_are_refused_with_the_field_and_leave_the_router_serving(rigs: RouterRigs) -> None:
+    """O-VAL-1, O-VAL-2, O-VAL-3, O-RTR-4."""
+    async with rigs.start() as rig:
+        for what, request, code, field in BAD:
+            error = await rig.client.error(request)
+            assert (what, error.code, error.field) == (what, code, field)
+        assert not rig.fleet.prefill["p0"].jobs
+        assert (await rig.client.generate(ask(4))).token_ids == expected(4)
+
+
+async def test_a_request_that_fits_no_pool_is_refused_at_once_and_others_are_served(rigs: RouterRigs) -> None:
+    """O-VAL-6."""
+    async with rigs.start(prefill=0, decode=0) as rig:
+        await rig.fleet.add_prefill("p0", rig.fleet.info("p0", Role.PREFILL, num_blocks=8))
+        await rig.fleet.add_decode("d0", rig.fleet.info("d0", Role.DECODE, num_blocks=16))
+        await rig.wait_ready(2)
+        error = await rig.client.error(ask(1, prompt=(50,) * 200))
+        assert error.code == "prompt_too_long"
+        assert "prefill worker" in error.message
+        error = await rig.client.error(ask(200, prompt=(50,) * 100))
+        assert error.code == "prompt_too_long"
+        assert "decode worker" in error.message
+        answer = await rig.client.generate(ask(None, prompt=(50,) * 100, stop=common_pb2.StopParams()))
+        assert answer.last.usage.completion_tokens == 256 - 100
+
+
+async def test_a_client_that_does_not_read_loses_its_request_and_nobody_else_notices(rigs: RouterRigs) -> None:
+    async with rigs.start(max_unread_tokens=100) as rig:
+        # Without these the transport itself takes megabytes before it pushes back.
+        narrow = [("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 1024)]
+        async with grpc.aio.insecure_channel(rig.router.address, options=narrow) as channel:
+            call = inference_pb2_grpc.InferenceStub(channel).Generate(ask(60_000, request_id="x"))
+            await call.read()
+            await rig.wait_state("x", "FAILED")
+            assert (await rig.client.generate(ask(20))).token_ids == expected(20)
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                while await call.read() is not grpc.aio.EOF:
+                    pass
+            error = error_of(caught.value)
+            assert error.code == "overloaded"
+            assert "max_unread_tokens" in error.message
+
+
+async def test_more_requests_than_allowed_are_refused(rigs: RouterRigs) -> None:
+    async with rigs.start(max_active_requests=2) as rig:
+        rig.fleet.prefill["p0"].before_start.hold()
+        running = [asyncio.create_task(rig.client.generate(ask(3, request_id=f"r{i}"))) for i in range(2)]
+        for i in range(2):
+            await rig.wait_state(f"r{i}", "QUEUED")
+        error = await rig.client.error(ask(3))
+        assert error.code == "overloaded"
+        assert error.retry_after_s is not None
+        rig.fleet.prefill["p0"].before_start.release()
+        for answer in await asyncio.gather(*running):
+            assert answer.token_ids == expected(3)
+
+
+async def test_drain_refuses_new_requests_lets_the_others_finish_and_ends_what_takes_too_long(
+    rigs: RouterRigs,
+) -> None:
+    """O-OPS-3."""
+    async with rigs.start(drain_timeout_s=1.0) as rig:
+        decode = rig.fleet.decode["d0"]
+        decode.before_step.hold()
+        finishing = asyncio.create_task(rig.client.generate(ask(5, request_id="finishing")))
+        await eventually(lambda: decode.before_step.num_waiting == 1, "one is decoding")
+        draining = asyncio.create_task(rig.router.drain())
+
+        async def refused() -> bool:
+            return (await rig.client.error(ask(5), timeout=0.5)).code == "unavailable"
+
+        await eventually(refused, "new requests are refused")
+        decode.before_step.release()
+        assert (await finishing).token_ids == expected(5)
+        await draining
+    async with rigs.start(drain_timeout_s=0.2) as rig:
+        rig.fleet.decode["d0"].before_step.hold()
+        too_long = asyncio.create_task(rig.client.error(ask(5, request_id="too-long")))
+        await eventually(lambda: rig.fleet.decode["d0"].before_step.num_waiting == 1, "one is decoding")
+        await rig.router.drain()
+        assert (await too_long).code == "unavailable"
+        await rig.wait_state("too-long", "FAILED")
+
+
+async def test_a_worker_that_breaks_the_protocol_fails_that_request_alone(rigs: RouterRigs) -> None:
+    async with rigs.start() as rig:
+        decode = rig.fleet.decode["d0"]
+        decode.before_step.hold()
+        running = asyncio.create_task(rig.client.error(ask(5, request_id="x")))
+        await eventually(lambda: decode.before_step.num_waiting == 1, "it is decoding")
+        absurd = worker_pb2.StepTokens(request_id="x", attempt=1, first_index=999, token_ids=[50])
+        decode.send_to_all(worker_pb2.DecodeEvents(events=[worker_pb2.DecodeEvent(tokens=absurd)]))
+        assert (await running).code == "internal"
+        decode.before_step.release()
+        assert (await rig.client.generate(ask(5))).token_ids == expected(5)
+
+
+async def test_work_that_nobody_waits_for_is_stopped(rigs: RouterRigs) -> None:
+    async with rigs.start() as rig:
+        decode = rig.fleet.decode["d0"]
+        stray = worker_pb2.StepTokens(request_id="ghost", attempt=4, first_index=3, token_ids=[50])
+        for _ in range(3):
+            decode.send_to_all(worker_pb2.DecodeEvents(events=[worker_pb2.DecodeEvent(tokens=stray)]))
+        assert (await rig.client.generate(ask(5))).token_ids == expected(5)
+        await eventually(lambda: decode.cancelled == [("ghost", 4)], "it was told to stop, once")
+
+
+async def test_serving_goes_on_without_redis_and_records_catch_up(
+    own_redis: EmbeddedRedis, cluster_name: str, model_path: Path
+) -> None:
+    """O-RTR-2."""
+    store = await Store.connect(own_redis.url, cluster_name)
+    try:
+        async with RouterRigs(store, own_redis.url, model_path).start() as rig:
+            decode = rig.fleet.decode["d0"]
+            decode.before_step.let_pass(2)
+            running = asyncio.create_task(rig.client.generate(ask(8, request_id="before")))
+            await eventually(lambda: decode.before_step.num_waiting == 1, "it is decoding")
+            os.kill(own_redis.pid, signal.SIGSTOP)
+
+            async def away() -> bool:
+                return not (await rig.client.status()).store_available
+
+            await eventually(away, "the router has noticed")
+            answers = await asyncio.gather(*(rig.client.generate(ask(1, request_id=f"during-{i}")) for i in range(5)))
+            assert all(answer.token_ids == expected(1) for answer in answers)
+            decode.before_step.release()
+            assert (await running).token_ids == expected(8)
+            os.kill(own_redis.pid, signal.SIGCONT)
+
+            async def back() -> bool:
+                return (await rig.client.status()).store_available
+
+            await eventually(back, "the router has noticed")
+            for name in ("before", "during-0", "during-4"):
+                await rig.wait_state(name, "FINISHED")
+    finally:
+        await store.aclose()
+
+
+async def test_cancelling_many_times_in_every_state_leaves_nothing(rigs: RouterRigs) -> None:
+    async with rigs.start(prefill=2, decode=2) as rig:
+        for round_number in range(40):
+            call = rig.client.inference.Generate(ask(50, request_id=f"r{round_number}"))
+            for _ in range(round_number % 8):
+                await asyncio.sleep(0)
+            if round_number % 3:
+                await call.read()
+            call.cancel()
+        await rig.wait_quiet()
+        for round_number in range(40):
+            await rig.wait_ended(f"r{round_number}")
+        assert (await rig.client.generate(ask(5))).token_ids == expected(5)

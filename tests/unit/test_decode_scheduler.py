@@ -1,0 +1,449 @@
+"""The decode worker's scheduler: room, joining and leaving the batch, and that nothing is ever lost or ended twice."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from decode_worker.scheduler import MAX_RETRY_S, MIN_RETRY_S, DecodeScheduler
+from decode_worker.sequences import CancelReservation, Emit, FreeBlocks, NoRoom, PlannedToken, SequenceState
+from pdserve.errors import DeadlineExceededError, InternalError, InvalidRequestError, PdServeError, PromptTooLongError
+from pdserve.types import FinishReason, GenerationJob, HandoffId
+from pdserve.worker.events import DecodeEvent, JobFailed, StepTokens
+from pdserve.worker.limits import JobLimits
+
+STOP = 99
+
+
+def job(
+    name: str,
+    num_tokens: int = 20,
+    *,
+    max_new: int = 8,
+    min_new: int = 0,
+    num_prompt: int | None = None,
+    deadline: float | None = None,
+    router: str = "r1",
+    attempt: int = 1,
+) -> GenerationJob:
+    return GenerationJob(
+        request_id=name,
+        attempt=attempt,
+        router_id=router,
+        token_ids=tuple(range(num_tokens)),
+        num_prompt_tokens=num_tokens if num_prompt is None else num_prompt,
+        max_new_tokens=max_new,
+        min_new_tokens=min_new,
+        stop_token_ids=(STOP,),
+        deadline=deadline,
+    )
+
+
+def key(name: str, attempt: int = 1) -> HandoffId:
+    return HandoffId(name, attempt)
+
+
+@dataclass
+class World:
+    """A scheduler with its actions carried out on paper, and checked as they come."""
+
+    num_blocks: int = 16
+    max_batch_size: int = 4
+    held: dict[HandoffId, int] = field(default_factory=dict)
+    cancelled_reservations: set[HandoffId] = field(default_factory=set)
+    finished: list[HandoffId] = field(default_factory=list)
+    """Committed hand-offs that the transfer layer may forget."""
+    events: list[tuple[str, DecodeEvent]] = field(default_factory=list)
+    now: float = 100.0
+
+    def __post_init__(self) -> None:
+        self.scheduler = DecodeScheduler(
+            num_blocks=self.num_blocks,
+            block_size=16,
+            max_batch_size=self.max_batch_size,
+            limits=JobLimits(vocab_size=1000, max_model_len=2000),
+        )
+        self.step: list[PlannedToken] = []
+
+    def settle(self) -> None:
+        """Carry out the actions; their order and pairing must make sense."""
+        for action in self.scheduler.take_actions():
+            match action:
+                case CancelReservation(k):
+                    assert k in self.held and k not in self.cancelled_reservations
+                    self.cancelled_reservations.add(k)
+                case FreeBlocks(k, committed):
+                    assert k not in {t.key for t in self.step}, "freed while a step computes into the blocks"
+                    del self.held[k]
+                    self.cancelled_reservations.discard(k)
+                    if committed:
+                        self.finished.append(k)
+                case Emit(router, event):
+                    self.events.append((router, event))
+        assert sum(self.held.values()) + self.scheduler.num_free_blocks == self.num_blocks
+
+    def reserve(self, job: GenerationJob) -> int | NoRoom:
+        answer = self.scheduler.reserve(job, job.num_known_tokens, self.now)
+        if isinstance(answer, int):
+            self.held[HandoffId(job.request_id, job.attempt)] = answer
+        self.settle()
+        return answer
+
+    def commit(self, name: HandoffId, first_token: int = 1) -> None:
+        self.scheduler.commit(name, first_token)
+        self.settle()
+
+    def release(self, name: HandoffId) -> None:
+        self.scheduler.release(name)
+        self.settle()
+
+    def plan(self) -> list[PlannedToken]:
+        self.step = self.scheduler.plan_step()
+        return self.step
+
+    def finish_step(self, token: int = 7, *, query_lens: Sequence[int] | None = None, duration_s: float = 0.1) -> None:
+        step, self.step = self.step, []
+        self.scheduler.step_done([token] * len(step), query_lens or [1] * len(step), duration_s)
+        self.settle()
+
+    def run_steps(self, n: int, token: int = 7) -> None:
+        for _ in range(n):
+            self.plan()
+            self.finish_step(token)
+
+    def of(self, name: str) -> list[DecodeEvent]:
+        return [e for _, e in self.events if e.id.request_id == name]
+
+    def tokens_of(self, name: str) -> list[StepTokens]:
+        return [e for e in self.of(name) if isinstance(e, StepTokens)]
+
+    def assert_empty(self) -> None:
+        assert self.scheduler.num_sequences == 0
+        assert self.held == {}
+        assert self.scheduler.num_free_blocks == self.num_blocks
+        assert self.scheduler.next_timer() is None
+
+
+def test_sequence_decodes_from_the_second_token_to_the_limit() -> None:
+    """O-KVT-1."""
+    w = World()
+    assert w.reserve(job("a", 20, max_new=4)) == 2
+    assert w.plan() == [], "nothing decodes before all of the KV is there"
+    w.commit(key("a"), first_token=5)
+    (planned,) = w.plan()
+    assert (planned.token_id, planned.position, planned.output_index) == (5, 20, 1)
+    w.finish_step(token=7, duration_s=0.25)
+    (planned,) = w.plan()
+    assert (planned.token_id, planned.position, planned.output_index) == (7, 21, 2)
+    w.finish_step(token=8)
+    w.run_steps(2, token=9)
+    tokens = w.tokens_of("a")
+    assert [(t.first_index, t.token_ids, t.finish_reason) for t in tokens] == [
+        (1, (7,), None),
+        (2, (8,), None),
+        (3, (9,), FinishReason.LENGTH),
+    ]
+    assert [t.first_step_s for t in tokens] == [0.25, 0.0, 0.0]
+    assert w.finished == [key("a")]
+    w.assert_empty()
+
+
+def test_stop_token_ends_the_output_unless_it_comes_too_early() -> None:
+    """O-API-4."""
+    w = World()
+    w.reserve(job("a", min_new=3))
+    w.commit(key("a"))
+    w.run_steps(3, token=STOP)
+    assert [t.finish_reason for t in w.tokens_of("a")] == [None, None, FinishReason.STOP]
+    w.assert_empty()
+
+
+def test_stop_token_as_the_last_allowed_one_counts_as_stop() -> None:
+    """O-API-4."""
+    w = World()
+    w.reserve(job("a", max_new=2))
+    w.commit(key("a"))
+    w.run_steps(1, token=STOP)
+    assert [t.finish_reason for t in w.tokens_of("a")] == [FinishReason.STOP]
+
+
+def test_replayed_sequence_goes_on_at_its_output_index() -> None:
+    w = World()
+    w.reserve(job("a", 25, num_prompt=20, max_new=8))
+    w.commit(key("a"))
+    (planned,) = w.plan()
+    assert (planned.position, planned.output_index) == (25, 6)
+    w.finish_step()
+    assert [t.first_index for t in w.tokens_of("a")] == [6]
+
+
+def test_sequences_join_and_leave_between_steps() -> None:
+    w = World()
+    for name in "ab":
+        w.reserve(job(name))
+        w.commit(key(name))
+    w.plan()
+    w.reserve(job("c"))
+    w.commit(key("c"))
+    w.finish_step()
+    assert [t.key.request_id for t in w.plan()] == ["a", "b", "c"]
+    w.scheduler.cancel(key("b"))
+    w.settle()
+    w.finish_step()
+    assert [t.key.request_id for t in w.plan()] == ["a", "c"]
+    assert len(w.tokens_of("b")) == 1, "the token drawn in the step of the cancel is not sent"
+
+
+def test_room_is_set_aside_for_the_whole_output() -> None:
+    w = World(num_blocks=4)
+    assert w.scheduler.blocks_for(job("a", 33, max_new=32)) == 4, "the 65th token is drawn but never computed"
+    assert w.reserve(job("a", 16, max_new=17)) == 2
+    assert w.reserve(job("b", 16, max_new=18)) == NoRoom(MIN_RETRY_S), "3 blocks do not fit"
+    assert w.reserve(job("c", 16, max_new=17)) == 2
+
+
+def test_full_batch_is_busy_although_blocks_are_free() -> None:
+    w = World(max_batch_size=1)
+    w.reserve(job("a"))
+    assert isinstance(w.reserve(job("b")), NoRoom)
+    w.release(key("a"))
+    assert isinstance(w.reserve(job("b")), int)
+
+
+def test_busy_hint_follows_the_steps_that_are_left() -> None:
+    w = World(num_blocks=2, max_batch_size=8)
+    w.reserve(job("a", 16, max_new=16))
+    w.commit(key("a"))
+    w.plan()
+    w.finish_step(duration_s=0.05)
+    answer = w.reserve(job("b", 20))
+    assert isinstance(answer, NoRoom) and answer.retry_after_s == pytest.approx(14 * 0.05)
+    w.run_steps(12)
+    answer = w.reserve(job("b", 20))
+    assert isinstance(answer, NoRoom) and MIN_RETRY_S < answer.retry_after_s < 0.5 <= MAX_RETRY_S
+
+
+@pytest.mark.parametrize(
+    ("bad", "num_tokens", "error"),
+    [
+        (job("a", 200, max_new=60), 200, PromptTooLongError),
+        (job("a", 20, max_new=1990), 20, PromptTooLongError),
+        (job("a", 20), 21, InvalidRequestError),
+        (job("a", 20, deadline=99.0), 20, DeadlineExceededError),
+    ],
+)
+def test_what_can_never_be_served_is_refused_at_once(
+    bad: GenerationJob, num_tokens: int, error: type[PdServeError]
+) -> None:
+    w = World()
+    with pytest.raises(error):
+        w.scheduler.reserve(bad, num_tokens, w.now)
+    w.assert_empty()
+
+
+def test_cancelled_reservation_is_freed_when_the_transfer_layer_lets_go() -> None:
+    """O-ABT-3."""
+    w = World()
+    w.reserve(job("a"))
+    w.scheduler.cancel(key("a"))
+    w.scheduler.cancel(key("a"))
+    w.settle()
+    assert w.cancelled_reservations == {key("a")} and w.held
+    w.release(key("a"))
+    assert w.events == []
+    w.assert_empty()
+
+
+def test_commit_that_overtakes_the_release_of_a_cancelled_reservation_decodes_nothing() -> None:
+    w = World()
+    w.reserve(job("a"))
+    w.scheduler.cancel(key("a"))
+    w.commit(key("a"))
+    assert w.plan() == [] and w.finished == [key("a")]
+    w.assert_empty()
+
+
+def test_first_token_that_ends_the_output_decodes_nothing() -> None:
+    w = World()
+    w.reserve(job("a"))
+    w.commit(key("a"), first_token=STOP)
+    assert w.plan() == [] and w.events == []
+    w.assert_empty()
+
+
+def test_cancel_during_a_step_frees_after_the_step() -> None:
+    w = World()
+    w.reserve(job("a"))
+    w.commit(key("a"))
+    w.plan()
+    w.scheduler.cancel(key("a"))
+    w.settle()
+    assert w.held, "the engine still writes into the blocks"
+    w.finish_step()
+    assert w.events == []
+    w.assert_empty()
+
+
+def test_superseded_sequence_stops_and_its_successor_may_have_the_room() -> None:
+    w = World(num_blocks=2)
+    w.reserve(job("a"))
+    w.commit(key("a"))
+    w.scheduler.supersede(key("a"))
+    w.settle()
+    assert w.reserve(job("a", attempt=2)) == 2
+    assert w.events == []
+
+
+def test_lost_router_takes_its_own_sequences_along_and_no_others() -> None:
+    w = World()
+    for name, router in (("a", "r1"), ("b", "r2"), ("c", "r1")):
+        w.reserve(job(name, router=router))
+    w.commit(key("a"))
+    w.commit(key("b"))
+    w.scheduler.router_lost("r1")
+    w.settle()
+    assert w.cancelled_reservations == {key("c")}
+    assert [t.key for t in w.plan()] == [key("b")]
+
+
+def test_deadline_ends_running_sequences_with_an_error_and_reservations_quietly() -> None:
+    """O-OPS-6. A reservation's router hears of it from the prefill worker, which has the same deadline."""
+    w = World()
+    for name in "ab":
+        w.reserve(job(name, deadline=105.0))
+    w.commit(key("a"))
+    w.plan()
+    assert w.scheduler.next_timer() == 105.0
+    w.now = 105.0
+    w.scheduler.tick(w.now)
+    w.settle()
+    w.finish_step()
+    assert [e.code for e in w.of("a") if isinstance(e, JobFailed)] == ["deadline_exceeded"]
+    assert w.tokens_of("a") == [] and w.of("b") == []
+    assert w.cancelled_reservations == {key("b")}
+    w.release(key("b"))
+    w.assert_empty()
+
+
+def test_engine_failure_ends_the_sequences_of_that_step_only() -> None:
+    w = World()
+    w.reserve(job("a"))
+    w.commit(key("a"))
+    w.plan()
+    w.reserve(job("b"))
+    w.commit(key("b"))
+    w.step = []
+    w.scheduler.step_failed(InternalError("boom"))
+    w.settle()
+    assert [e.code for e in w.of("a") if isinstance(e, JobFailed)] == ["internal"]
+    assert [t.key for t in w.plan()] == [key("b")]
+
+
+def test_more_than_one_token_of_a_sequence_in_a_step_counts_as_local_prefill() -> None:
+    w = World()
+    w.reserve(job("a"))
+    w.commit(key("a"))
+    w.plan()
+    w.finish_step(query_lens=[1])
+    w.plan()
+    w.finish_step(query_lens=[5])
+    assert [t.local_prefill_tokens for t in w.tokens_of("a")] == [0, 5]
+
+
+NAMES = st.sampled_from("abcde")
+OPERATIONS = st.one_of(
+    st.tuples(st.just("reserve"), NAMES, st.integers(1, 100), st.integers(2, 6), st.sampled_from(["r1", "r2"])),
+    st.tuples(st.just("commit"), NAMES),
+    st.tuples(st.just("release"), NAMES),
+    st.tuples(st.just("cancel"), NAMES),
+    st.tuples(st.just("supersede"), NAMES),
+    st.tuples(st.just("lost"), st.sampled_from(["r1", "r2"])),
+    st.tuples(st.just("tick"), st.floats(0, 5)),
+    st.tuples(st.just("plan")),
+    st.tuples(st.just("step"), st.sampled_from([7, STOP])),
+    st.tuples(st.just("step_failed")),
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.lists(OPERATIONS, max_size=60))
+def test_any_order_of_events_loses_nothing_and_ends_each_sequence_once(
+    operations: list[tuple[str, str, int, int, str]],
+) -> None:
+    w = World(num_blocks=10, max_batch_size=3)
+    attempts: dict[str, int] = {}
+    owner: dict[HandoffId, str] = {}
+    committed: set[HandoffId] = set()
+    unwanted: dict[HandoffId, int] = {}
+    """Number of events at the moment since when no more may come."""
+
+    def drop(*names: HandoffId) -> None:
+        for name in names:
+            unwanted.setdefault(name, len(w.events))
+
+    reservation_states = (SequenceState.RESERVED, SequenceState.RELEASING)
+    for kind, *args in operations:
+        name = key(str(args[0]), attempts.get(str(args[0]), 0)) if args else key("")
+        if kind == "reserve":
+            if w.scheduler.state_of(name) in reservation_states:
+                continue
+            w.scheduler.supersede(name)
+            w.settle()
+            drop(name)
+            attempts[str(args[0])] = attempt = name.attempt + 1
+            new = job(
+                str(args[0]), int(args[1]), attempt=attempt, max_new=int(args[2]), deadline=w.now + 20,
+                router=str(args[3]),
+            )  # fmt: skip
+            if isinstance(w.reserve(new), int):
+                owner[key(new.request_id, attempt)] = new.router_id
+        elif kind == "commit" and w.scheduler.state_of(name) in reservation_states:
+            w.commit(name)
+            committed.add(name)
+        elif kind == "release" and w.scheduler.state_of(name) in reservation_states:
+            w.release(name)
+            drop(name)
+        elif kind == "cancel":
+            w.scheduler.cancel(name)
+            w.settle()
+            drop(name)
+        elif kind == "supersede":
+            w.scheduler.supersede(name)
+            w.settle()
+            drop(name)
+        elif kind == "lost":
+            w.scheduler.router_lost(str(args[0]))
+            w.settle()
+            drop(*(n for n, router in owner.items() if router == args[0]))
+        elif kind == "tick":
+            w.now += float(args[0])
+            w.scheduler.tick(w.now)
+            w.settle()
+        elif kind == "plan" and not w.step:
+            assert len(w.plan()) <= w.max_batch_size
+        elif kind == "step" and w.step:
+            w.finish_step(int(args[0]))
+        elif kind == "step_failed" and w.step:
+            w.step = []
+            w.scheduler.step_failed(InternalError("boom"))
+            w.settle()
+    for name in [n for n in w.held if w.scheduler.state_of(n) in reservation_states]:
+        w.release(name)
+        drop(name)
+    if w.step:
+        w.finish_step()
+    w.run_steps(6)
+    w.assert_empty()
+    assert len(w.finished) == len(set(w.finished)) and set(w.finished) == committed
+    for name in owner:
+        events = [(i, e) for i, (_, e) in enumerate(w.events) if e.id == name]
+        assert all(i < unwanted.get(name, len(w.events)) for i, _ in events), f"{name} was given up and got more"
+        tokens = [e for _, e in events if isinstance(e, StepTokens)]
+        assert [t.first_index for t in tokens] == list(range(1, len(tokens) + 1)), "a gap or a repeat"
+        ends = [e for _, e in events if isinstance(e, JobFailed) or e.finish_reason is not None]
+        assert len(ends) <= 1 and (not ends or ends[0] == events[-1][1])
+        assert ends or name in unwanted or name not in committed, f"{name} never ended"

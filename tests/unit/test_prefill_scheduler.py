@@ -1,0 +1,642 @@
+"""The prefill worker's scheduler: order, budget, hand-offs, and that nothing is ever lost or ended twice."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pdserve.errors import (
+    CancelledError,
+    DeadlineExceededError,
+    HandoffError,
+    InternalError,
+    InvalidRequestError,
+    OverloadedError,
+    PdServeError,
+    PromptTooLongError,
+    StaleAttemptError,
+    UnavailableError,
+)
+from pdserve.types import DecodeTarget, FinishReason, GenerationJob, HandoffId
+from pdserve.worker.events import FirstToken, HandedOff, JobFailed, PrefillEvent, PrefillStarted
+from pdserve.worker.limits import JobLimits
+from prefill_worker.jobs import (
+    AbortHandoff,
+    Action,
+    Advance,
+    AllocateBlocks,
+    Commit,
+    Emit,
+    Forget,
+    FreeBlocks,
+    JobState,
+    PlannedChunk,
+    Reserve,
+)
+from prefill_worker.scheduler import HOLD_S, PrefillScheduler
+
+D1, D2 = (DecodeTarget(worker_id=f"d{i}", incarnation=f"i{i}", address=f"h:{i}") for i in (1, 2))
+STOP = 99
+
+
+def job(
+    name: str,
+    num_tokens: int = 20,
+    *,
+    attempt: int = 1,
+    max_new: int = 8,
+    num_prompt: int | None = None,
+    deadline: float | None = None,
+    router: str = "r1",
+) -> GenerationJob:
+    return GenerationJob(
+        request_id=name,
+        attempt=attempt,
+        router_id=router,
+        token_ids=tuple(range(num_tokens)),
+        num_prompt_tokens=num_tokens if num_prompt is None else num_prompt,
+        max_new_tokens=max_new,
+        stop_token_ids=(STOP,),
+        deadline=deadline,
+    )
+
+
+def key(name: str, attempt: int = 1) -> HandoffId:
+    return HandoffId(name, attempt)
+
+
+@dataclass
+class World:
+    """A scheduler with its actions carried out on paper, and checked as they come."""
+
+    num_blocks: int = 32
+    max_batch_tokens: int = 64
+    max_waiting: int = 8
+    held: dict[HandoffId, int] = field(default_factory=dict)
+    handoffs: dict[HandoffId, DecodeTarget] = field(default_factory=dict)
+    """Live ones."""
+    commits: dict[HandoffId, int] = field(default_factory=dict)
+    frontier: dict[HandoffId, int] = field(default_factory=dict)
+    aborting: set[HandoffId] = field(default_factory=set)
+    events: list[tuple[str, PrefillEvent]] = field(default_factory=list)
+    actions: list[Action] = field(default_factory=list)
+    now: float = 100.0
+
+    def __post_init__(self) -> None:
+        self.scheduler = PrefillScheduler(
+            worker_id="p1",
+            num_blocks=self.num_blocks,
+            block_size=16,
+            max_batch_tokens=self.max_batch_tokens,
+            max_waiting=self.max_waiting,
+            limits=JobLimits(vocab_size=1000, max_model_len=2000),
+        )
+        self.step: list[PlannedChunk] = []
+
+    def submit(self, job: GenerationJob, targets: Sequence[DecodeTarget] = (D1, D2), router: str = "r1") -> None:
+        self.scheduler.submit(router, job, targets, self.now)
+        self.settle()
+
+    def settle(self) -> None:
+        """Carry out the actions; their order and pairing must make sense."""
+        for action in self.scheduler.take_actions():
+            self.actions.append(action)
+            match action:
+                case AllocateBlocks(k, n):
+                    assert k not in self.held
+                    self.held[k] = n
+                case FreeBlocks(k):
+                    assert k not in self.handoffs, "freed while a hand-off may read the blocks"
+                    assert k not in {c.key for c in self.step}, "freed while a step computes into the blocks"
+                    del self.held[k]
+                case Reserve(k, target):
+                    assert k in self.held and k not in self.handoffs
+                    self.handoffs[k] = target
+                    self.frontier.pop(k, None)
+                case Advance(k, n):
+                    if k in self.handoffs:
+                        assert n > self.frontier.get(k, 0)
+                        self.frontier[k] = n
+                case Commit(k, token):
+                    assert k in self.handoffs and k not in self.commits
+                    self.commits[k] = token
+                case AbortHandoff(k):
+                    assert k in self.handoffs
+                    self.aborting.add(k)
+                case Emit(router, event):
+                    self.events.append((router, event))
+                case Forget(k):
+                    assert k not in self.held and k not in self.handoffs
+        assert sum(self.held.values()) + self.scheduler.num_free_blocks == self.num_blocks
+
+    def reserved(self, name: HandoffId) -> None:
+        self.scheduler.reserved(name, self.now)
+        self.settle()
+
+    def plan(self) -> list[PlannedChunk]:
+        self.step = self.scheduler.plan_step(self.now)
+        self.settle()
+        return self.step
+
+    def finish_step(self, token: int = 7) -> None:
+        drawn = {c.key: token for c in self.step if c.is_last}
+        self.step = []
+        self.scheduler.step_done(drawn, self.now)
+        self.settle()
+
+    def handoff_ends(self, name: HandoffId) -> None:
+        self.handoffs.pop(name, None)
+        self.commits.pop(name, None)
+        self.aborting.discard(name)
+
+    def committed(self, name: HandoffId) -> None:
+        self.handoff_ends(name)
+        self.scheduler.committed(name, transport="grpc", kv_bytes=10, transfer_s=0.5, now=self.now)
+        self.settle()
+
+    def failed(self, name: HandoffId, error: PdServeError, *, outcome_known: bool = True) -> None:
+        self.handoff_ends(name)
+        self.scheduler.handoff_failed(name, error, outcome_known=outcome_known, now=self.now, jitter=0.5)
+        self.settle()
+
+    def closed(self, name: HandoffId) -> None:
+        self.handoff_ends(name)
+        self.scheduler.handoff_closed(name, self.now)
+        self.settle()
+
+    def tick(self, now: float) -> None:
+        self.now = now
+        self.scheduler.tick(now)
+        self.settle()
+
+    def cancel(self, name: HandoffId) -> None:
+        self.scheduler.cancel(name, self.now)
+        self.settle()
+
+    def of(self, name: str) -> list[PrefillEvent]:
+        return [e for _, e in self.events if e.id.request_id == name]
+
+    def assert_empty(self) -> None:
+        assert self.scheduler.num_jobs == 0
+        assert self.held == {} and self.handoffs == {}
+        assert self.scheduler.num_free_blocks == self.num_blocks
+        assert self.scheduler.next_timer() is None
+
+
+def test_undisturbed_job_goes_from_reservation_to_handed_off() -> None:
+    w = World()
+    w.submit(job("a"))
+    assert w.handoffs == {key("a"): D1}
+    assert w.plan() == [], "nothing is computed before the decode worker has granted room"
+    w.now = 101.0
+    w.reserved(key("a"))
+    assert w.plan() == [PlannedChunk(key("a"), 0, 20, True)]
+    w.now = 103.0
+    w.finish_step(token=5)
+    assert w.frontier == {key("a"): 20} and w.commits == {key("a"): 5}
+    w.committed(key("a"))
+    assert w.of("a") == [
+        PrefillStarted(id=key("a"), decode_worker="d1"),
+        FirstToken(id=key("a"), index=0, token_id=5, finish_reason=None, queue_s=1.0, prefill_s=2.0),
+        HandedOff(id=key("a"), decode_worker="d1", transport="grpc", kv_bytes=10, transfer_s=0.5),
+    ]
+    w.assert_empty()
+
+
+def test_short_prompts_share_a_step_and_a_long_one_is_cut_to_the_budget() -> None:
+    w = World(max_batch_tokens=64)
+    for name, n in (("a", 20), ("b", 30), ("long", 100), ("c", 5)):
+        w.submit(job(name, n))
+        w.reserved(key(name))
+    shares = []
+    for _ in range(3):
+        shares.append([(c.key.request_id, c.start, c.length, c.is_last) for c in w.plan()])
+        assert sum(c.length for c in w.step) <= 64
+        w.finish_step()
+    assert shares == [
+        [("a", 0, 20, True), ("b", 0, 30, True), ("long", 0, 14, False)],
+        [("long", 14, 64, False)],
+        [("long", 78, 22, True), ("c", 0, 5, True)],
+    ]
+    assert w.frontier == {key("a"): 20, key("b"): 30, key("long"): 100, key("c"): 5}
+
+
+def test_replayed_job_counts_its_earlier_output() -> None:
+    w = World()
+    w.submit(job("a", 20, num_prompt=15, max_new=8))
+    w.reserved(key("a"))
+    w.plan()
+    w.finish_step()
+    (event,) = [e for e in w.of("a") if isinstance(e, FirstToken)]
+    assert event.index == 5
+
+
+def test_one_token_left_reserves_nothing() -> None:
+    """O-KVT-1."""
+    w = World()
+    w.submit(job("a", max_new=1), targets=())
+    w.submit(job("b", 20, num_prompt=13, max_new=8), targets=())
+    w.plan()
+    w.finish_step()
+    assert not any(isinstance(a, Reserve) for a in w.actions)
+    for name in ("a", "b"):
+        assert [type(e) for e in w.of(name)] == [PrefillStarted, FirstToken]
+        first = w.of(name)[1]
+        assert isinstance(first, FirstToken) and first.finish_reason is FinishReason.LENGTH
+    w.assert_empty()
+
+
+def test_first_token_that_ends_the_output_takes_the_reservation_back() -> None:
+    w = World()
+    w.submit(job("a"))
+    w.reserved(key("a"))
+    w.plan()
+    w.finish_step(token=STOP)
+    first = w.of("a")[1]
+    assert isinstance(first, FirstToken) and first.finish_reason is FinishReason.STOP
+    assert w.aborting == {key("a")} and w.held, "the blocks stay until the hand-off is quiet"
+    w.closed(key("a"))
+    assert len(w.of("a")) == 2
+    w.assert_empty()
+
+
+def test_busy_decode_worker_is_followed_by_the_next_and_then_by_a_pause() -> None:
+    w = World()
+    w.submit(job("a"))
+    w.failed(key("a"), OverloadedError("full", retry_after_s=2.0))
+    assert w.handoffs == {key("a"): D2}
+    w.failed(key("a"), OverloadedError("full", retry_after_s=1.0))
+    assert w.handoffs == {} and w.held == {}, "a job that waits for decode workers holds no blocks"
+    assert w.scheduler.next_timer() == 101.5, "the shorter of the two waits, plus half of it as jitter"
+    w.tick(101.4)
+    assert w.handoffs == {}
+    w.tick(101.6)
+    assert w.handoffs == {key("a"): D1}
+    assert w.of("a") == []
+
+
+def test_job_that_waits_for_a_busy_decode_worker_does_not_hold_up_others() -> None:
+    w = World()
+    w.submit(job("a"), targets=(D1,))
+    w.failed(key("a"), OverloadedError("full", retry_after_s=2.0))
+    w.submit(job("b"), targets=(D2,))
+    assert w.handoffs == {key("b"): D2}
+
+
+def test_prompt_that_waits_for_blocks_is_not_overtaken() -> None:
+    w = World(num_blocks=4, max_batch_tokens=512)
+    w.submit(job("a", 40))
+    w.submit(job("big", 60))
+    w.submit(job("c", 10))
+    assert set(w.held) == {key("a")}
+    w.cancel(key("a"))
+    w.closed(key("a"))
+    assert set(w.held) == {key("big")}
+
+
+def test_reservations_are_asked_for_only_a_few_steps_ahead() -> None:
+    w = World(num_blocks=100, max_batch_tokens=16, max_waiting=100)
+    for i in range(20):
+        w.submit(job(str(i), 16))
+    assert len(w.handoffs) == 4
+    w.reserved(key("0"))
+    w.plan()
+    w.finish_step()
+    assert len(w.handoffs) == 5, "one is computed and being handed over, four are ahead"
+
+
+def test_lost_decode_worker_before_the_compute_is_replaced() -> None:
+    w = World()
+    w.submit(job("a"))
+    w.failed(key("a"), HandoffError("gone"))
+    assert w.handoffs == {key("a"): D2}
+    w.failed(key("a"), HandoffError("gone too"))
+    assert w.of("a") == [
+        JobFailed(id=key("a"), code="handoff_failed", message="gone too", retryable=True, blame="d2"),
+    ]
+    w.assert_empty()
+
+
+def test_lost_decode_worker_before_the_commit_costs_no_second_prefill() -> None:
+    w = World()
+    w.submit(job("a"))
+    w.reserved(key("a"))
+    w.plan()
+    w.finish_step(token=5)
+    w.failed(key("a"), HandoffError("d1 died"))
+    assert w.handoffs == {key("a"): D2} and w.scheduler.state_of(key("a")) is JobState.REHOMING
+    assert w.plan() == []
+    w.reserved(key("a"))
+    assert w.frontier == {key("a"): 20} and w.commits == {key("a"): 5}
+    w.committed(key("a"))
+    assert [type(e) for e in w.of("a")] == [PrefillStarted, FirstToken, HandedOff]
+    last = w.of("a")[-1]
+    assert isinstance(last, HandedOff) and last.decode_worker == "d2"
+    w.assert_empty()
+
+
+def test_computed_prompt_waits_for_busy_decode_workers_but_not_for_ever() -> None:
+    w = World()
+    w.submit(job("a"))
+    w.reserved(key("a"))
+    w.plan()
+    w.finish_step()
+    w.failed(key("a"), HandoffError("d1 died"))
+    w.failed(key("a"), OverloadedError("full", retry_after_s=1.0))
+    assert w.scheduler.state_of(key("a")) is JobState.PARKED and w.held
+    rounds = 0
+    while w.scheduler.num_jobs:
+        timer = w.scheduler.next_timer()
+        assert timer is not None
+        w.tick(timer)
+        assert w.handoffs == {key("a"): D2}, "d1 is not asked again"
+        w.failed(key("a"), OverloadedError("full", retry_after_s=1.0))
+        rounds += 1
+    assert w.now - 100 >= HOLD_S and rounds > 5
+    failure = w.of("a")[-1]
+    assert isinstance(failure, JobFailed) and failure.retryable and failure.blame == "d2"
+    w.assert_empty()
+
+
+def test_commit_of_unknown_outcome_is_left_to_the_router() -> None:
+    w = World()
+    w.submit(job("a"))
+    w.reserved(key("a"))
+    w.plan()
+    w.finish_step()
+    w.failed(key("a"), HandoffError("no answer to commit"), outcome_known=False)
+    failure = w.of("a")[-1]
+    assert isinstance(failure, JobFailed) and failure.retryable and failure.blame == "d1"
+    w.assert_empty()
+
+
+@pytest.mark.parametrize("error", [StaleAttemptError("ended"), CancelledError("cancelled at the decode worker")])
+def test_attempt_that_the_decode_worker_has_buried_is_left_to_the_router(error: PdServeError) -> None:
+    w = World()
+    w.submit(job("a"))
+    w.failed(key("a"), error)
+    failure = w.of("a")[-1]
+    assert isinstance(failure, JobFailed) and failure.retryable and failure.blame == ""
+    w.assert_empty()
+
+
+def test_newer_attempt_replaces_the_older_one_and_an_older_one_is_refused() -> None:
+    w = World()
+    w.submit(job("a"))
+    w.submit(job("a", attempt=3))
+    assert w.aborting == {key("a")}
+    with pytest.raises(StaleAttemptError):
+        w.submit(job("a", attempt=2))
+    w.closed(key("a"))
+    assert set(w.held) == {key("a", 3)}
+    assert w.of("a") == []
+
+
+@pytest.mark.parametrize(
+    ("bad", "error"),
+    [
+        (job("a", 40 * 16, max_new=2), PromptTooLongError),
+        (job("a", 20, max_new=1990), PromptTooLongError),
+        (job("a", 20, deadline=99.0), DeadlineExceededError),
+    ],
+)
+def test_what_can_never_be_served_is_refused_at_once(bad: GenerationJob, error: type[Exception]) -> None:
+    w = World()
+    with pytest.raises(error):
+        w.submit(bad)
+    w.assert_empty()
+
+
+def test_job_without_a_decode_worker_is_refused() -> None:
+    w = World()
+    with pytest.raises(InvalidRequestError):
+        w.submit(job("a"), targets=())
+
+
+@pytest.mark.parametrize("wrong", [-1, 1000, 2**31 - 1])
+def test_token_id_that_does_not_exist_is_refused_by_name(wrong: int) -> None:
+    w = World()
+    bad = GenerationJob(
+        request_id="a", attempt=1, router_id="r1", token_ids=(1, wrong), num_prompt_tokens=2, max_new_tokens=2
+    )
+    with pytest.raises(InvalidRequestError, match=str(wrong)):
+        w.submit(bad)
+
+
+def test_full_queue_refuses_one_more() -> None:
+    w = World(num_blocks=2, max_waiting=3)
+    for i in range(4):
+        w.submit(job(str(i)))
+    with pytest.raises(OverloadedError):
+        w.submit(job("one more"))
+    assert w.scheduler.num_jobs == 4
+
+
+def test_draining_worker_refuses_new_jobs_and_finishes_the_others() -> None:
+    w = World()
+    w.submit(job("a"))
+    w.scheduler.drain()
+    with pytest.raises(UnavailableError):
+        w.submit(job("b"))
+    w.reserved(key("a"))
+    w.plan()
+    w.finish_step()
+    w.committed(key("a"))
+    w.assert_empty()
+
+
+def test_cancel_in_the_middle_of_a_step_frees_after_the_step() -> None:
+    w = World()
+    w.submit(job("a"))
+    w.reserved(key("a"))
+    w.plan()
+    w.cancel(key("a"))
+    w.closed(key("a"))
+    assert w.held, "the engine still writes into the blocks"
+    w.finish_step()
+    assert [type(e) for e in w.of("a")] == [PrefillStarted], "no token of a cancelled request"
+    w.assert_empty()
+
+
+def test_cancel_while_committing_frees_when_the_decode_worker_wins_all_the_same() -> None:
+    w = World()
+    w.submit(job("a"))
+    w.reserved(key("a"))
+    w.plan()
+    w.finish_step()
+    w.cancel(key("a"))
+    w.committed(key("a"))
+    assert not any(isinstance(e, HandedOff) for e in w.of("a"))
+    w.assert_empty()
+
+
+def test_lost_router_takes_its_own_jobs_along_and_no_others() -> None:
+    w = World()
+    w.submit(job("a", router="r1"), router="r1")
+    w.submit(job("b", router="r2"), router="r2")
+    w.scheduler.router_lost("r1", w.now)
+    w.settle()
+    w.closed(key("a"))
+    assert set(w.held) == {key("b")}
+
+
+def test_deadline_ends_a_job_in_every_state() -> None:
+    """O-OPS-6."""
+    for stage in range(4):
+        w = World(num_blocks=4)
+        if stage == 0:
+            w.submit(job("blocker", 64))
+        w.submit(job("a", deadline=105.0))
+        if stage >= 2:
+            w.reserved(key("a"))
+            w.plan()
+        if stage == 3:
+            w.finish_step()
+        assert w.scheduler.next_timer() == 105.0
+        w.tick(105.0)
+        if stage > 0:
+            w.closed(key("a"))
+        if stage == 2:
+            w.finish_step()
+        failures = [e for e in w.of("a") if isinstance(e, JobFailed)]
+        assert [f.code for f in failures] == ["deadline_exceeded"], f"stage {stage}"
+        assert key("a") not in w.held
+
+
+def test_engine_failure_ends_the_jobs_of_that_step_only() -> None:
+    w = World(max_batch_tokens=20)
+    w.submit(job("a"))
+    w.submit(job("b"))
+    w.reserved(key("a"))
+    w.reserved(key("b"))
+    w.plan()
+    w.step = []
+    w.scheduler.step_failed(InternalError("boom"), w.now)
+    w.settle()
+    w.closed(key("a"))
+    assert [e.code for e in w.of("a") if isinstance(e, JobFailed)] == ["internal"]
+    assert [c.key for c in w.plan()] == [key("b")]
+
+
+NAMES = st.sampled_from("abcd")
+OPERATIONS = st.one_of(
+    st.tuples(st.just("submit"), NAMES, st.integers(1, 100), st.integers(1, 3), st.sampled_from(["r1", "r2"])),
+    st.tuples(st.just("cancel"), NAMES),
+    st.tuples(st.just("lost"), st.sampled_from(["r1", "r2"])),
+    st.tuples(st.just("tick"), st.floats(0, 5)),
+    st.tuples(st.just("plan")),
+    st.tuples(st.just("step"), st.sampled_from([7, STOP])),
+    st.tuples(st.just("step_failed")),
+    st.tuples(st.just("granted"), NAMES),
+    st.tuples(st.just("committed"), NAMES),
+    st.tuples(st.just("failed"), NAMES, st.sampled_from(["busy", "lost", "unknown", "stale"])),
+    st.tuples(st.just("closed"), NAMES),
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.lists(OPERATIONS, max_size=60))
+def test_any_order_of_events_loses_nothing_and_ends_each_request_once(
+    operations: list[tuple[str, str, int, int, str]],
+) -> None:
+    w = World(num_blocks=8, max_batch_tokens=32, max_waiting=3)
+    attempts: Counter[str] = Counter()
+    accepted: set[HandoffId] = set()
+    owner: dict[HandoffId, str] = {}
+    silent: set[HandoffId] = set()
+    """Cancelled, replaced, or of a lost router: no event may follow."""
+
+    def drop(keys: set[HandoffId]) -> None:
+        silent.update(keys)
+        marks.update({k: len(w.events) for k in keys if k not in marks})
+
+    marks: dict[HandoffId, int] = {}
+    errors = {
+        "busy": OverloadedError("full", retry_after_s=1.0),
+        "lost": HandoffError("lost"),
+        "unknown": HandoffError("no answer"),
+        "stale": StaleAttemptError("newer"),
+    }
+    for kind, *args in operations:
+        name = key(str(args[0]), attempts[str(args[0])]) if args else key("")
+        if kind == "submit":
+            attempts[str(args[0])] += 1
+            new = job(
+                str(args[0]), int(args[1]), attempt=attempts[str(args[0])], max_new=int(args[2]), deadline=w.now + 20,
+                router=str(args[3]),
+            )  # fmt: skip
+            older = {k for k in accepted if k.request_id == args[0]}
+            drop(older)
+            try:
+                w.submit(new, router=str(args[3]))
+                accepted.add(key(new.request_id, new.attempt))
+                owner[key(new.request_id, new.attempt)] = str(args[3])
+            except OverloadedError:
+                w.settle()
+        elif kind == "cancel":
+            drop({name} & accepted)
+            w.cancel(name)
+        elif kind == "lost":
+            drop({k for k in accepted if owner[k] == args[0]})
+            w.scheduler.router_lost(str(args[0]), w.now)
+            w.settle()
+        elif kind == "tick":
+            w.tick(w.now + float(args[0]))
+        elif kind == "plan" and not w.step:
+            assert sum(c.length for c in w.plan()) <= 32
+        elif kind == "step" and w.step:
+            w.finish_step(int(args[0]))
+        elif kind == "step_failed" and w.step:
+            w.step = []
+            w.scheduler.step_failed(InternalError("boom"), w.now)
+            w.settle()
+        elif kind == "granted" and name in w.handoffs and w.scheduler.state_of(name) in WAITING_FOR_GRANT:
+            w.reserved(name)
+        elif kind == "committed" and name in w.commits:
+            w.committed(name)
+        elif kind == "failed" and name in w.handoffs:
+            w.failed(name, errors[str(args[1])], outcome_known=args[1] != "unknown")
+        elif kind == "closed" and name in w.aborting:
+            w.closed(name)
+    finish(w)
+    w.assert_empty()
+    for name in accepted:
+        ends = [
+            (i, e)
+            for i, (_, e) in enumerate(w.events)
+            if e.id == name
+            and (isinstance(e, JobFailed | HandedOff) or (isinstance(e, FirstToken) and e.finish_reason is not None))
+        ]
+        assert len(ends) <= 1, f"{name} ended more than once: {ends}"
+        assert ends or name in silent, f"{name} never ended"
+        late = [e for e in w.events[marks.get(name, len(w.events)) :] if e[1].id == name]
+        assert not late, f"{name} was given up by its router and got {late}"
+
+
+WAITING_FOR_GRANT = (JobState.RESERVING, JobState.REHOMING)
+
+
+def finish(w: World) -> None:
+    """Let everything that is under way come to a good end."""
+    for _ in range(200):
+        if not w.scheduler.num_jobs:
+            return
+        if w.step:
+            w.finish_step()
+        for name in list(w.handoffs):
+            if name in w.aborting:
+                w.closed(name)
+            elif name in w.commits:
+                w.committed(name)
+            elif w.scheduler.state_of(name) in WAITING_FOR_GRANT:
+                w.reserved(name)
+        w.plan()
+        timer = w.scheduler.next_timer()
+        if not w.step and timer is not None and not w.handoffs:
+            w.tick(max(timer, w.now))
+    raise AssertionError("the scheduler does not come to an end")
