@@ -11,6 +11,7 @@ from typing import Final
 
 from pdserve.config.schema import Config
 from pdserve.errors import ConfigError
+from pdserve.logs import configure_logging
 from pdserve.model.source import ModelSource, open_model
 from pdserve.rpc.v1 import inference_pb2_grpc
 from pdserve.service import GrpcEndpoint, run_service
@@ -216,4 +217,6 @@ def _served_model(config: Config, source: ModelSource) -> ServedModel:
 
 def main(config: Config) -> int:
     """Run a router until it is stopped. Returns the exit code."""
-    return run_service(lambda: RouterService(config))
+    service = RouterService(config)
+    configure_logging(config.log, service.router_id)
+    return run_service(lambda: service)

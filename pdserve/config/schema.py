@@ -35,9 +35,9 @@ Seconds = Annotated[float, Field(gt=0, le=86_400, allow_inf_nan=False)]
 
 
 class Section(BaseModel):
-    """Base of all sections: frozen, unknown keys refused, docstrings under fields become their descriptions."""
+    """Base of all sections: frozen, unknown keys and wrong types refused, docstrings become descriptions."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True)
 
 
 class ModelConfigSection(Section):
@@ -150,7 +150,7 @@ class DecodeSection(WorkerSection):
 class TransferSection(Section):
     """KV hand-off between workers."""
 
-    transports: tuple[Literal["grpc"], ...] = ("grpc",)
+    transports: Annotated[tuple[Literal["grpc"], ...], Field(strict=False, min_length=1)] = ("grpc",)
     """Ways to move KV, best first. The first one that both ends list is used."""
     chunk_bytes: Bytes = Field(default=1 << 20, ge=4096, le=32 << 20)
     """Aim for the size of one message. About 1 MiB is fastest over gRPC."""
