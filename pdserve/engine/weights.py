@@ -1,8 +1,9 @@
-"""Parameters of a Llama model as torch tensors, with the projections fused that read the same input."""
+"""Parameters of a model of the Llama family as torch tensors, with the projections fused that read the same input."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -20,8 +21,14 @@ class LayerWeights:
     """[H]"""
     qkv: torch.Tensor
     """[q + 2 kv, H]; rows of Q | K | V."""
+    qkv_bias: torch.Tensor | None
+    """[q + 2 kv]; None if the model has none."""
+    qk_norm: torch.Tensor | None
+    """[num_heads + num_kv_heads, head_dim], the weight of each head of Q | K; None if the model has no such norm."""
     output: torch.Tensor
     """[H, q]"""
+    output_bias: torch.Tensor | None
+    """[H]; None if the model has none."""
     post_attention_norm: torch.Tensor
     """[H]"""
     gate_up: torch.Tensor
@@ -58,28 +65,33 @@ def load_weights(source: ModelSource, dtype: torch.dtype, device: torch.device) 
     def load(name: str) -> torch.Tensor:
         return torch.from_numpy(source.tensor(name)).to(device=device, dtype=dtype)
 
-    def fused(prefix: str, rows: dict[str, int]) -> torch.Tensor:
-        """Matrices of so many rows each, one below the other."""
-        result = torch.empty((sum(rows.values()), config.hidden_size), dtype=dtype, device=device)
+    def fused(names: Sequence[str]) -> torch.Tensor:
+        """Tensors of the same width, one below the other."""
+        shapes = [source.shape(name) for name in names]
+        result = torch.empty((sum(rows for rows, *_ in shapes), *shapes[0][1:]), dtype=dtype, device=device)
         begin = 0
-        for name, count in rows.items():
-            result[begin : begin + count] = torch.from_numpy(source.tensor(f"{prefix}.{name}.weight"))
-            begin += count
+        for name, (rows, *_) in zip(names, shapes, strict=True):
+            result[begin : begin + rows] = torch.from_numpy(source.tensor(name))
+            begin += rows
         return result
+
+    def qk_norm(attention: str) -> torch.Tensor:
+        of_q, of_k = load(f"{attention}.q_norm.weight"), load(f"{attention}.k_norm.weight")
+        return torch.cat([of_q.expand(config.num_heads, -1), of_k.expand(config.num_kv_heads, -1)])
 
     def layer(index: int) -> LayerWeights:
         prefix = f"model.layers.{index}"
+        attention, mlp = f"{prefix}.self_attn", f"{prefix}.mlp"
         return LayerWeights(
             input_norm=load(f"{prefix}.input_layernorm.weight"),
-            qkv=fused(
-                f"{prefix}.self_attn", {"q_proj": config.q_size, "k_proj": config.kv_size, "v_proj": config.kv_size}
-            ),
-            output=load(f"{prefix}.self_attn.o_proj.weight"),
+            qkv=fused([f"{attention}.{part}_proj.weight" for part in "qkv"]),
+            qkv_bias=fused([f"{attention}.{part}_proj.bias" for part in "qkv"]) if config.qkv_bias else None,
+            qk_norm=qk_norm(attention) if config.qk_norm else None,
+            output=load(f"{attention}.o_proj.weight"),
+            output_bias=load(f"{attention}.o_proj.bias") if config.output_bias else None,
             post_attention_norm=load(f"{prefix}.post_attention_layernorm.weight"),
-            gate_up=fused(
-                f"{prefix}.mlp", {"gate_proj": config.intermediate_size, "up_proj": config.intermediate_size}
-            ),
-            down=load(f"{prefix}.mlp.down_proj.weight"),
+            gate_up=fused([f"{mlp}.gate_proj.weight", f"{mlp}.up_proj.weight"]),
+            down=load(f"{mlp}.down_proj.weight"),
         )
 
     embedding = load(EMBEDDING)

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from pdserve.model.fields import Fields
+from pdserve.model.rope_scaling import RopeScaling
 
 MAX_LAYERS = 1024
 """More than any published model; keeps a damaged file from sending loops over layers astray."""
@@ -13,14 +14,15 @@ MAX_LAYERS = 1024
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
-    """A decoder-only transformer of the Llama architecture.
+    """A decoder-only transformer of the Llama family.
 
     RMSNorm before attention and MLP, rotary embedding over the whole head in the half-split order, grouped-query
-    attention, SiLU-gated MLP, no biases.
+    attention with scores scaled by 1 / sqrt(head_dim), SiLU-gated MLP. What members of the family have beyond the
+    first Llama is in fields of its own, whose defaults mean "has not".
     """
 
     architecture: str
-    """Which forward pass this is. "llama" is the only one, and also covers Mistral without a sliding window."""
+    """Which forward pass this is. "llama" is the only one: other members of the family differ in the fields below."""
     vocab_size: int
     """Rows of the embedding and of the LM head: every token id is below it."""
     hidden_size: int
@@ -41,6 +43,15 @@ class ModelConfig:
     bos_token_id: int | None
     eos_token_ids: tuple[int, ...]
     """Every id that ends the output by default, without repeats; may be empty."""
+    qkv_bias: bool = False
+    """The query, key and value projections add a bias (Qwen2), before any norm and before rotary embedding."""
+    output_bias: bool = False
+    """The attention output projection adds a bias."""
+    qk_norm: bool = False
+    """Queries and keys get an RMSNorm over each head, one weight [head_dim] for all heads of a kind, before rotary
+    embedding (Qwen3)."""
+    rope_scaling: RopeScaling | None = None
+    """How rotary embedding is stretched. Engines do not look at it: `pdserve.model.rope` has the tables."""
 
     @property
     def q_size(self) -> int:

@@ -7,6 +7,8 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import NoReturn
 
+import numpy as np
+
 from pdserve.errors import ModelLoadError
 
 _MAX_INT = 2**31 - 1
@@ -68,6 +70,14 @@ class Fields:
             self.fail(key, f"must be a number above 0, got {_show(value)}")
         assert isinstance(value, int | float)
         return float(value)
+
+    def shortest_positive(self, key: str, default: float | None = None) -> float:
+        """As `positive` for a number kept in float32: the shortest decimal that rounds to it.
+
+        That is what the author wrote: 1e-05, not 9.999999747378752e-06.
+        """
+        value = np.float32(self.positive(key, default))
+        return float(np.format_float_positional(value, unique=True))
 
     def boolean(self, key: str, default: bool) -> bool:
         """True or false."""

@@ -2,90 +2,118 @@
 
 from __future__ import annotations
 
-import numpy as np
-
 from pdserve.model.config import ModelConfig
 from pdserve.model.fields import Fields
 from pdserve.model.gguf import GgufFile
+from pdserve.model.gguf_rope import read_gguf_rope_scaling
+from pdserve.model.names import GGUF_ARCHITECTURES
+from pdserve.model.rope_scaling import YarnScaling
 
-_KEYS = {
-    "num_layers": "llama.block_count",
-    "num_heads": "llama.attention.head_count",
-    "head_dim": "llama.attention.key_length",
-    "bos_token_id": "tokenizer.ggml.bos_token_id",
-    "eos_token_ids": "tokenizer.ggml.eos_token_id",
-}
 _EOS_KEYS = ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id", "tokenizer.ggml.eom_token_id")
 """End of sequence, of turn and of message: generation ends at each of them."""
+_OFF_KEYS = {
+    "expert_count": "mixtures of experts are not supported",
+    "logit_scale": "extra scale factors are not supported",
+    "residual_scale": "extra scale factors are not supported",
+    "embedding_scale": "extra scale factors are not supported",
+    "attention.scale": "extra scale factors are not supported",
+    "attention.clamp_kqv": "clamped projections are not supported",
+    "attn_logit_softcapping": "capped logits are not supported",
+    "final_logit_softcapping": "capped logits are not supported",
+}
+"""Keys, after the architecture's name, that must be absent or 0, and why."""
+
+
+def gguf_architecture(file: GgufFile) -> str:
+    """The architecture a file names. Raises ModelLoadError if it is missing or not supported."""
+    f = Fields(file.path, file.metadata)
+    architecture = f.text("general.architecture")
+    if architecture not in GGUF_ARCHITECTURES:
+        f.fail(
+            "general.architecture",
+            f"is {architecture!r:.80}, which is not supported; supported are {', '.join(GGUF_ARCHITECTURES)}",
+        )
+    return architecture
 
 
 def read_gguf_config(file: GgufFile) -> ModelConfig:
-    """Read the configuration out of a file's metadata; vocabulary size and tied head show in its tensors only.
+    """Read the configuration out of a file's metadata; vocabulary size, tied head and biases show in its tensors only.
 
     Raises ModelLoadError that names the file and key for anything missing, malformed, contradictory or not supported.
     """
     f = Fields(file.path, file.metadata)
-    architecture = f.text("general.architecture")
-    if architecture != "llama":
-        f.fail("general.architecture", f"is {architecture!r:.80}, which is not supported; supported is llama")
-    f.only("split.count", [0, 1], "this is one part of a split model; merge the parts (llama-gguf-split --merge) first")
-    f.only("llama.expert_count", [0], "mixtures of experts are not supported")
-    f.only("llama.attention.sliding_window", [0], "sliding windows are not supported")
-    f.only("llama.attention.causal", [True], "only causal attention is supported")
-    f.only("llama.rope.scaling.type", ["none"], "scaled rotary embeddings are not supported")
-    for key in ("llama.rope.scaling.factor", "llama.rope.scale_linear"):
-        f.only(key, [0, 1], "scaled rotary embeddings are not supported")
-    for key in ("llama.logit_scale", "llama.residual_scale", "llama.embedding_scale", "llama.attention.scale"):
-        f.only(key, [0], "extra scale factors are not supported")
-
+    arch = gguf_architecture(file)
     embedding = file.tensors.get("token_embd.weight")
     if embedding is None:
         f.fail("tensor 'token_embd.weight'", "is missing")
+    context_length = f.integer(f"{arch}.context_length")
+    _refuse_unsupported(f, arch, context_length)
     vocab_size = embedding.shape[0]
-    hidden_size = f.integer("llama.embedding_length")
-    num_heads = f.integer("llama.attention.head_count")
+    hidden_size = f.integer(f"{arch}.embedding_length")
+    num_heads = f.integer(f"{arch}.attention.head_count")
+    head_dim = _read_head_dim(f, arch, hidden_size, num_heads)
+    scaling = read_gguf_rope_scaling(file, f, arch, head_dim)
+    if isinstance(scaling, YarnScaling):
+        context_length = max(context_length, int(scaling.factor * scaling.original_max_position_embeddings))
     config = ModelConfig(
         architecture="llama",
         vocab_size=vocab_size,
         hidden_size=hidden_size,
-        intermediate_size=f.integer("llama.feed_forward_length"),
-        num_layers=f.integer("llama.block_count"),
+        intermediate_size=f.integer(f"{arch}.feed_forward_length"),
+        num_layers=f.integer(f"{arch}.block_count"),
         num_heads=num_heads,
-        num_kv_heads=f.integer("llama.attention.head_count_kv", num_heads),
-        head_dim=_read_head_dim(f, hidden_size, num_heads),
-        rms_norm_eps=_shortest(f.positive("llama.attention.layer_norm_rms_epsilon")),
-        rope_theta=_shortest(f.positive("llama.rope.freq_base", 10000.0)),
-        max_position_embeddings=f.integer("llama.context_length"),
+        num_kv_heads=f.integer(f"{arch}.attention.head_count_kv", num_heads),
+        head_dim=head_dim,
+        rms_norm_eps=f.shortest_positive(f"{arch}.attention.layer_norm_rms_epsilon"),
+        rope_theta=f.shortest_positive(f"{arch}.rope.freq_base", 10000.0),
+        max_position_embeddings=context_length,
         tie_word_embeddings="output.weight" not in file.tensors,
         bos_token_id=f.optional_integer("tokenizer.ggml.bos_token_id", minimum=0),
         eos_token_ids=tuple(dict.fromkeys(i for key in _EOS_KEYS for i in f.token_ids(key) or ())),
+        qkv_bias=arch == "qwen2" or (arch == "llama" and "blk.0.attn_q.bias" in file.tensors),
+        output_bias=arch == "llama" and "blk.0.attn_output.bias" in file.tensors,
+        qk_norm=arch == "qwen3",
+        rope_scaling=scaling,
     )
-    config.require_consistent(f, _KEYS)
-    stated = f.optional_integer("llama.vocab_size")
+    keys = {
+        "num_layers": f"{arch}.block_count",
+        "num_heads": f"{arch}.attention.head_count",
+        "head_dim": f"{arch}.attention.key_length",
+        "bos_token_id": "tokenizer.ggml.bos_token_id",
+        "eos_token_ids": "tokenizer.ggml.eos_token_id",
+    }
+    config.require_consistent(f, keys)
+    stated = f.optional_integer(f"{arch}.vocab_size")
     if stated is not None and stated != vocab_size:
-        f.fail("llama.vocab_size", f"is {stated}, but token_embd.weight has {vocab_size} rows")
+        f.fail(f"{arch}.vocab_size", f"is {stated}, but token_embd.weight has {vocab_size} rows")
     return config
 
 
-def _read_head_dim(f: Fields, hidden_size: int, num_heads: int) -> int:
-    head_dim = f.optional_integer("llama.attention.key_length")
+def _refuse_unsupported(f: Fields, arch: str, context_length: int) -> None:
+    f.only("split.count", [0, 1], "this is one part of a split model; merge the parts (llama-gguf-split --merge) first")
+    f.only(f"{arch}.attention.causal", [True], "only causal attention is supported")
+    for key, why in _OFF_KEYS.items():
+        f.only(f"{arch}.{key}", [0], why)
+    key = f"{arch}.attention.sliding_window"
+    window = f.optional_integer(key, minimum=0)
+    # A window at least as long as the longest sequence is none.
+    if window and window < context_length:
+        f.fail(key, f"is {window}: sliding windows shorter than the context are not supported")
+
+
+def _read_head_dim(f: Fields, arch: str, hidden_size: int, num_heads: int) -> int:
+    head_dim = f.optional_integer(f"{arch}.attention.key_length")
     if head_dim is None:
         if hidden_size % num_heads:
             f.fail(
-                "llama.embedding_length",
-                f"is {hidden_size}, not a multiple of the {num_heads} heads; llama.attention.key_length is absent",
+                f"{arch}.embedding_length",
+                f"is {hidden_size}, not a multiple of the {num_heads} heads; {arch}.attention.key_length is absent",
             )
         head_dim = hidden_size // num_heads
     f.only(
-        "llama.attention.value_length",
+        f"{arch}.attention.value_length",
         [head_dim],
         f"keys have {head_dim} elements per head, and values must have as many",
     )
-    f.only("llama.rope.dimension_count", [head_dim], f"rotary embedding must cover the whole head of {head_dim}")
+    f.only(f"{arch}.rope.dimension_count", [head_dim], f"rotary embedding must cover the whole head of {head_dim}")
     return head_dim
-
-
-def _shortest(value: float) -> float:
-    # GGUF keeps float32. The shortest decimal that rounds to it is what the author wrote: 1e-05, not
-    # 9.999999747378752e-06.
-    return float(np.format_float_positional(np.float32(value), unique=True))

@@ -1,21 +1,74 @@
 """`config.json` and `generation_config.json` of a Hugging Face directory -> ModelConfig.
 
 Keys that would change the result and that the forward pass does not implement are refused by name, so that a model
-either runs as its authors meant or does not start. Both spellings of rotary parameters are read: `rope_theta` and
-`rope_scaling` (transformers 4) and `rope_parameters` (transformers 5).
+either runs as its authors meant or does not start.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 from pdserve.model.config import ModelConfig
 from pdserve.model.fields import Fields
+from pdserve.model.hf_rope import read_hf_rope
 
-_ARCHITECTURES = {"llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM"}
-"""model_type -> the class whose weights we can read. Both compute the same thing once there is no sliding window."""
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Family:
+    """What a model_type means where its config does not say."""
+
+    class_name: str
+    """The class whose weights we can read."""
+    kv_heads_optional: bool
+    """Without `num_key_value_heads` there is one KV head per query head. Other classes default to a number that no
+    file should rely on, so theirs must say."""
+    head_dim: int | None = None
+    """Default of `head_dim`; None is hidden_size / num_attention_heads."""
+    reads_attention_bias: bool = False
+    """`attention_bias` puts biases on all four attention projections."""
+    qkv_bias: bool = False
+    """Queries, keys and values have biases in any case."""
+    qk_norm: bool = False
+    default_window: int | None = None
+    """What a missing `sliding_window` means; null means none in any case."""
+    window_is_optional: bool = False
+    """`sliding_window` counts only with `use_sliding_window`, and for layers from `max_window_layers` on."""
+
+
+_FAMILIES = {
+    "llama": _Family(class_name="LlamaForCausalLM", kv_heads_optional=True, reads_attention_bias=True),
+    "mistral": _Family(class_name="MistralForCausalLM", kv_heads_optional=False, default_window=4096),
+    "qwen2": _Family(
+        class_name="Qwen2ForCausalLM",
+        kv_heads_optional=False,
+        qkv_bias=True,
+        default_window=4096,
+        window_is_optional=True,
+    ),
+    "qwen3": _Family(
+        class_name="Qwen3ForCausalLM",
+        kv_heads_optional=False,
+        head_dim=128,
+        reads_attention_bias=True,
+        qk_norm=True,
+        default_window=4096,
+        window_is_optional=True,
+    ),
+    "phi3": _Family(class_name="Phi3ForCausalLM", kv_heads_optional=True),
+}
+"""By model_type. All compute the same thing once these differences are fields of the configuration."""
+
+_MULTIPLIERS = (
+    "embedding_multiplier",
+    "residual_multiplier",
+    "attention_multiplier",
+    "logits_scaling",
+    "logit_scale",
+    "scale_emb",
+)
+_SOFTCAPS = ("attn_logit_softcapping", "final_logit_softcapping")
 _KEYS = {
     "num_layers": "num_hidden_layers",
     "num_heads": "num_attention_heads",
@@ -32,20 +85,11 @@ def read_hf_config(file: Path, raw: Mapping[str, object], generation: Fields | N
     names the file and key for anything missing, malformed, contradictory or not supported.
     """
     f = Fields(file, raw)
-    model_type = _check_architecture(f)
-    hidden_size = f.integer("hidden_size")
+    family = _read_family(f)
     num_heads = f.integer("num_attention_heads")
-    head_dim = f.optional_integer("head_dim")
-    if head_dim is None:
-        if hidden_size % num_heads:
-            f.fail(
-                "hidden_size",
-                f"is {hidden_size}, not a multiple of num_attention_heads = {num_heads}, and there is no head_dim",
-            )
-        head_dim = hidden_size // num_heads
-    # Llama 1 had no such key and one KV head per query head. Mistral's class defaults to something else, so it must
-    # say.
-    num_kv_heads = f.integer("num_key_value_heads", num_heads if model_type == "llama" else None)
+    rope = read_hf_rope(f)
+    _refuse_unsupported(f)
+    _refuse_window(f, family, rope.max_position_embeddings)
     bos_token_id = f.optional_integer("bos_token_id", minimum=0)
     eos_token_ids = f.token_ids("eos_token_id")
     if generation is not None:
@@ -53,59 +97,81 @@ def read_hf_config(file: Path, raw: Mapping[str, object], generation: Fields | N
         bos_token_id = bos_token_id if bos_from_generation is None else bos_from_generation
         eos_from_generation = generation.token_ids("eos_token_id")
         eos_token_ids = eos_token_ids if eos_from_generation is None else eos_from_generation
+    attention_bias = f.boolean("attention_bias", default=False) and family.reads_attention_bias
     config = ModelConfig(
         architecture="llama",
         vocab_size=f.integer("vocab_size"),
-        hidden_size=hidden_size,
+        hidden_size=f.integer("hidden_size"),
         intermediate_size=f.integer("intermediate_size"),
         num_layers=f.integer("num_hidden_layers"),
         num_heads=num_heads,
-        num_kv_heads=num_kv_heads,
-        head_dim=head_dim,
+        num_kv_heads=f.integer("num_key_value_heads", num_heads if family.kv_heads_optional else None),
+        head_dim=_read_head_dim(f, family, num_heads),
         rms_norm_eps=f.positive("rms_norm_eps"),
-        rope_theta=_read_rope_theta(f),
-        max_position_embeddings=f.integer("max_position_embeddings"),
+        rope_theta=rope.theta,
+        max_position_embeddings=rope.max_position_embeddings,
         tie_word_embeddings=f.boolean("tie_word_embeddings", default=False),
         bos_token_id=bos_token_id,
         eos_token_ids=eos_token_ids or (),
+        qkv_bias=family.qkv_bias or attention_bias,
+        output_bias=attention_bias,
+        qk_norm=family.qk_norm,
+        rope_scaling=rope.scaling,
     )
     config.require_consistent(f, _KEYS)
     return config
 
 
-def _check_architecture(f: Fields) -> str:
+def _read_family(f: Fields) -> _Family:
     model_type = f.text("model_type")
-    if model_type not in _ARCHITECTURES:
-        f.fail("model_type", f"is {model_type!r}, which is not supported; supported are {', '.join(_ARCHITECTURES)}")
+    family = _FAMILIES.get(model_type)
+    if family is None:
+        f.fail("model_type", f"is {model_type!r:.80}, which is not supported; supported are {', '.join(_FAMILIES)}")
     classes = f.raw("architectures")
-    if classes is not None and classes != [_ARCHITECTURES[model_type]]:
+    if classes is not None and classes != [family.class_name]:
         f.fail(
             "architectures",
-            f"must be [{_ARCHITECTURES[model_type]!r}] for model_type {model_type!r}, got {str(classes)[:80]}",
+            f"must be [{family.class_name!r}] for model_type {model_type!r}, got {str(classes)[:80]}",
         )
-    f.only("hidden_act", ["silu"], "only the silu activation is supported")
-    f.only("attention_bias", [False], "attention biases are not supported")
-    f.only("mlp_bias", [False], "MLP biases are not supported")
-    if model_type == "mistral" and "sliding_window" not in f:
+    return family
+
+
+def _read_head_dim(f: Fields, family: _Family, num_heads: int) -> int:
+    head_dim = f.optional_integer("head_dim") or family.head_dim
+    if head_dim is not None:
+        return head_dim
+    hidden_size = f.integer("hidden_size")
+    if hidden_size % num_heads:
         f.fail(
-            "sliding_window", "is missing, which for Mistral means a window of 4096; sliding windows are not supported"
+            "hidden_size",
+            f"is {hidden_size}, not a multiple of num_attention_heads = {num_heads}, and there is no head_dim",
         )
-    if f.raw("sliding_window") is not None:
-        f.fail("sliding_window", f"is {str(f.raw('sliding_window'))[:80]}: sliding windows are not supported")
+    return hidden_size // num_heads
+
+
+def _refuse_unsupported(f: Fields) -> None:
+    f.only("hidden_act", ["silu"], "only the silu activation is supported")
+    f.only("mlp_bias", [False], "MLP biases are not supported")
+    for key in _MULTIPLIERS:
+        f.only(key, [1], "extra scale factors are not supported")
+    for key in _SOFTCAPS:
+        f.only(key, [], "capped logits are not supported")
     if f.raw("quantization_config") is not None:
         f.fail("quantization_config", "is set: quantised Hugging Face checkpoints are not supported")
-    return model_type
 
 
-def _read_rope_theta(f: Fields) -> float:
-    for key in ("rope_scaling", "rope_parameters"):
-        section = f.section(key)
-        if section is not None:
-            for type_key in ("rope_type", "type"):
-                section.only(type_key, ["default"], "scaled rotary embeddings are not supported")
-            section.only("partial_rotary_factor", [1], "partial rotary embeddings are not supported")
-    f.only("partial_rotary_factor", [1], "partial rotary embeddings are not supported")
-    parameters = f.section("rope_parameters")
-    if parameters is not None and parameters.raw("rope_theta") is not None:
-        return parameters.positive("rope_theta")
-    return f.positive("rope_theta", 10000.0)
+def _refuse_window(f: Fields, family: _Family, max_position: int) -> None:
+    """A window at least as long as the longest sequence is none; any other would have to be honoured."""
+    why = "sliding windows shorter than the context are not supported"
+    layer_types = f.raw("layer_types")
+    if layer_types is not None and not (isinstance(layer_types, list) and set(layer_types) <= {"full_attention"}):
+        f.fail("layer_types", f"has layers without full attention: {why}")
+    if family.window_is_optional:
+        enabled = f.boolean("use_sliding_window", default=False)
+        first_layer = f.integer("max_window_layers", 28, minimum=0)
+        if not enabled or layer_types is not None or first_layer >= f.integer("num_hidden_layers"):
+            return
+    given = "sliding_window" in f
+    window = f.optional_integer("sliding_window") if given else family.default_window
+    if window is not None and window < max_position:
+        f.fail("sliding_window", f"is {window if given else f'missing, which means {window}'}: {why}")

@@ -1,9 +1,9 @@
 """Decoding of stored tensors to float32, one function per tensor type.
 
 The block formats are those of ggml: a block of 32 consecutive elements of a row shares a half-precision scale `d`
-(and, in Q4_1, a half-precision minimum `m`). Arithmetic is in float32 and in the order of ggml's own reference
-decoder, so results agree with it bit for bit. Which types *exist* is a matter of the file formats; which are
-*supported* is the table below.
+(and, in Q4_1 and Q5_1, a half-precision minimum `m`); the K-quants have a file of their own. Arithmetic is in float32
+and in the order of ggml's own reference decoder, so results agree with it bit for bit. Which types *exist* is a matter
+of the file formats; which are *supported* is the table below.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from collections.abc import Callable
 import numpy as np
 
 from pdserve.errors import ModelLoadError
+from pdserve.model.kquants import q2_k, q3_k, q4_k, q5_k, q6_k
 from pdserve.model.tensors import Float32Array, StoredTensor, UInt8Array
 
 
 def _f32(blocks: UInt8Array) -> Float32Array:
-    # A copy, though no decoding is needed: callers own what they get and may write to it.
-    return blocks.view("<f4").astype(np.float32, copy=True)
+    return blocks.view("<f4")
 
 
 def _f16(blocks: UInt8Array) -> Float32Array:
@@ -57,6 +57,28 @@ def _q4_1(blocks: UInt8Array) -> Float32Array:
     return x
 
 
+def _five_bits(high: UInt8Array, packed: UInt8Array) -> UInt8Array:
+    # Bit j of the 32 high bits is the fifth bit of element j.
+    return _nibbles(packed) | (np.unpackbits(high, axis=1, bitorder="little") << np.uint8(4))
+
+
+def _q5_0(blocks: UInt8Array) -> Float32Array:
+    # block: d f16 | 32 high bits | 16 x 2 nibbles;  x = d * (q - 16)
+    d = blocks[:, 0:2].view("<f2").astype(np.float32)
+    return (_five_bits(blocks[:, 2:6], blocks[:, 6:]).view(np.int8) - np.int8(16)).astype(np.float32) * d
+
+
+def _q5_1(blocks: UInt8Array) -> Float32Array:
+    # block: d f16 | m f16 | 32 high bits | 16 x 2 nibbles;  x = d * q + m
+    d = blocks[:, 0:2].view("<f2").astype(np.float32)
+    m = blocks[:, 2:4].view("<f2").astype(np.float32)
+    x = _five_bits(blocks[:, 4:8], blocks[:, 8:]).astype(np.float32)
+    x *= d
+    x += m
+    return x
+
+
+_CHUNK_ELEMS = 1 << 17  # The temporaries of so many elements stay in the cache.
 _DECODERS: dict[str, Callable[[UInt8Array], Float32Array]] = {
     "F32": _f32,
     "F16": _f16,
@@ -64,6 +86,13 @@ _DECODERS: dict[str, Callable[[UInt8Array], Float32Array]] = {
     "Q8_0": _q8_0,
     "Q4_0": _q4_0,
     "Q4_1": _q4_1,
+    "Q5_0": _q5_0,
+    "Q5_1": _q5_1,
+    "Q2_K": q2_k,
+    "Q3_K": q3_k,
+    "Q4_K": q4_k,
+    "Q5_K": q5_k,
+    "Q6_K": q6_k,
 }
 """uint8 [num_blocks, block_nbytes] -> float32 [num_blocks, block_elems], by type name."""
 
@@ -85,5 +114,10 @@ def dequantize(tensor: StoredTensor) -> Float32Array:
     Raises ModelLoadError as `check_supported` does.
     """
     check_supported(tensor)
+    decode = _DECODERS[tensor.type.name]
     blocks = tensor.data.reshape(-1, tensor.type.block_nbytes)
-    return _DECODERS[tensor.type.name](blocks).reshape(tensor.shape)
+    out = np.empty((len(blocks), tensor.type.block_elems), np.float32)
+    step = _CHUNK_ELEMS // tensor.type.block_elems
+    for begin in range(0, len(blocks), step):
+        out[begin : begin + step] = decode(blocks[begin : begin + step])
+    return out.reshape(tensor.shape)

@@ -13,16 +13,15 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, NoReturn
 
-import numpy as np
-
 from pdserve.errors import ModelLoadError
 from pdserve.model.config import ModelConfig
 from pdserve.model.fingerprint import fingerprint
 from pdserve.model.gguf import read_gguf
-from pdserve.model.gguf_config import read_gguf_config
+from pdserve.model.gguf_config import gguf_architecture, read_gguf_config
+from pdserve.model.gguf_rope import FREQUENCY_FACTORS
 from pdserve.model.hf_dir import read_hf_dir_config, read_hf_dir_tensors
 from pdserve.model.known import PACKAGED_MODELS, locate
-from pdserve.model.names import LM_HEAD, expected_tensors, half_split_rows, hf_name, rotary_heads
+from pdserve.model.names import LM_HEAD, expected_tensors, fused_parts, half_split_rows, hf_name, rotary_heads
 from pdserve.model.quants import check_supported, dequantize
 from pdserve.model.tensors import Float32Array, StoredTensor
 
@@ -41,8 +40,12 @@ class ModelSource:
         tensors: Mapping[str, StoredTensor],
         gguf_metadata: Mapping[str, Any] | None,
         hf_dir: Path | None,
+        interleaved_rotary: bool,
     ) -> None:
-        """Use `open_model`. `tensors` are by Hugging Face name and exactly those that `config` calls for."""
+        """Use `open_model`. `tensors` are by Hugging Face name and exactly those that `config` calls for.
+
+        `interleaved_rotary`: query and key rows are stored in the order that `half_split_rows` undoes.
+        """
         self.name = name
         """Name under which the model is served unless the operator chooses another."""
         self.path = path
@@ -53,6 +56,7 @@ class ModelSource:
         self.hf_dir = hf_dir
         """The Hugging Face directory, None for a GGUF file."""
         self._tensors = tensors
+        self._interleaved_rotary = interleaved_rotary
 
     @cached_property
     def fingerprint(self) -> str:
@@ -63,17 +67,30 @@ class ModelSource:
         """Hugging Face names of all tensors, in the order of use. `lm_head.weight` is absent if it is tied."""
         return list(self._tensors)
 
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Shape of `tensor(name)`, without touching its data."""
+        return self._tensors[name].shape
+
+    def packed(self, name: str) -> StoredTensor:
+        """One tensor as it is stored, rows in the order of `tensor`: for engines that compute on packed rows.
+
+        A view of the file, but for query and key rows that had to be put into half-split rotary order: those are a
+        copy. A fused matrix of the file is seen as its parts, like everywhere here. `name` must be one of
+        `tensor_names`.
+        """
+        stored = self._tensors[name]
+        num_heads = rotary_heads(name, self.config) if self._interleaved_rotary else None
+        if num_heads is None:
+            return stored
+        rows = stored.data.reshape(stored.shape[0], -1)[half_split_rows(num_heads, self.config.head_dim)]
+        return dataclasses.replace(stored, data=rows.reshape(-1))
+
     def tensor(self, name: str) -> Float32Array:
         """One tensor as float32, matrices as [outputs, inputs], query and key rows in half-split rotary order.
 
         The array is C-contiguous, writable and the caller's own. `name` must be one of `tensor_names`.
         """
-        stored = self._tensors[name]
-        values = dequantize(stored)
-        num_heads = rotary_heads(name, self.config) if self.gguf_metadata is not None else None
-        if num_heads is None:
-            return values
-        return np.ascontiguousarray(values[half_split_rows(num_heads, self.config.head_dim)])
+        return dequantize(self.packed(name))
 
 
 def open_model(path_or_name: str) -> ModelSource:
@@ -103,10 +120,13 @@ def open_model(path_or_name: str) -> ModelSource:
 
 def _open_gguf(path: Path, name: str) -> ModelSource:
     file = read_gguf(path)
+    architecture = gguf_architecture(file)
     config = read_gguf_config(file)
     tensors: dict[str, StoredTensor] = {}
     for gguf_name, tensor in file.tensors.items():
-        name_in_model = hf_name(gguf_name)
+        if architecture == "llama" and gguf_name == FREQUENCY_FACTORS:
+            continue  # No weight, but part of the configuration.
+        name_in_model = hf_name(gguf_name, architecture)
         if name_in_model is None:
             _refuse(tensor)
         tensors[name_in_model] = tensor
@@ -117,6 +137,7 @@ def _open_gguf(path: Path, name: str) -> ModelSource:
         tensors=_checked(path, config, tensors),
         gguf_metadata=file.metadata,
         hf_dir=None,
+        interleaved_rotary=architecture == "llama",
     )
 
 
@@ -133,11 +154,16 @@ def _open_hf_dir(directory: Path) -> ModelSource:
         tensors=_checked(directory, config, tensors),
         gguf_metadata=None,
         hf_dir=directory,
+        interleaved_rotary=False,
     )
 
 
 def _checked(path: Path, config: ModelConfig, tensors: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
-    """The tensors in the order of use, if they are exactly those of `config`, in shape as well, and of known types."""
+    """The tensors in the order of use, if they are exactly those of `config`, in shape as well, and of known types.
+
+    Fused matrices are replaced by their parts.
+    """
+    tensors = _split_fused(config, tensors)
     checked: dict[str, StoredTensor] = {}
     for name, shape in expected_tensors(config):
         tensor = tensors.get(name)
@@ -150,6 +176,8 @@ def _checked(path: Path, config: ModelConfig, tensors: Mapping[str, StoredTensor
                 field=tensor.name,
                 file=str(tensor.file),
             )
+        if len(shape) == 1 and tensor.type.block_elems != 1:
+            _fail(tensor, f"is a vector of quantised type {tensor.type.name}, which is not supported")
         check_supported(tensor)
         checked[name] = tensor
     for name, tensor in tensors.items():
@@ -158,11 +186,39 @@ def _checked(path: Path, config: ModelConfig, tensors: Mapping[str, StoredTensor
     return checked
 
 
+def _split_fused(config: ModelConfig, tensors: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
+    """Each fused matrix as one view of the file for each of its parts; everything else as it is."""
+    split: dict[str, StoredTensor] = {}
+    for name, tensor in tensors.items():
+        parts = fused_parts(name, config)
+        if not parts:
+            split[name] = tensor
+            continue
+        num_rows = sum(rows for _, rows in parts)
+        if tensor.shape != (num_rows, config.hidden_size):
+            _fail(
+                tensor,
+                f"has shape {list(tensor.shape)}, "
+                f"but the configuration calls for {[num_rows, config.hidden_size]}, {len(parts)} matrices in one",
+            )
+        row_nbytes = tensor.type.row_nbytes(config.hidden_size)
+        begin = 0
+        for part, rows in parts:
+            split[part] = dataclasses.replace(
+                tensor,
+                name=f"{tensor.name}[{begin}:{begin + rows}]",
+                shape=(rows, config.hidden_size),
+                data=tensor.data[begin * row_nbytes : (begin + rows) * row_nbytes],
+            )
+            begin += rows
+    return split
+
+
 def _refuse(tensor: StoredTensor) -> NoReturn:
     # Biases, norms of queries and keys, rotary factors: leaving one out would give wrong tokens without a word.
+    _fail(tensor, "is not part of this architecture as the configuration describes it; it is not supported")
+
+
+def _fail(tensor: StoredTensor, problem: str) -> NoReturn:
     where = f"tensor {tensor.name!r:.100}"
-    raise ModelLoadError(
-        f"{tensor.file}: {where} is not part of a plain Llama model; it is not supported",
-        field=where,
-        file=str(tensor.file),
-    )
+    raise ModelLoadError(f"{tensor.file}: {where} {problem}", field=where, file=str(tensor.file))

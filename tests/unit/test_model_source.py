@@ -19,9 +19,13 @@ import pytest
 from pdserve.errors import ModelLoadError
 from pdserve.model.config import ModelConfig
 from pdserve.model.fingerprint import fingerprint
+from pdserve.model.gguf import read_gguf
+from pdserve.model.quants import dequantize
 from pdserve.model.safetensors_file import read_safetensors
 from pdserve.model.source import open_model
-from pdserve.model.tensors import StoredTensor, TensorType
+from pdserve.model.tensors import Float32Array, StoredTensor, TensorType
+from pdserve.testing.kquants import K_QUANTS, quantize_k
+from pdserve.testing.tiny_families import FAMILIES, ROPE_SCALINGS, make_tiny_family
 from pdserve.testing.tiny_gguf import write_gguf
 from pdserve.testing.tiny_models import TinyOptions, TinyShape, make_tiny_kv
 from pdserve.testing.tiny_tokenizers import CHAT_TEMPLATE, END_OF_TURN, EOS
@@ -202,7 +206,7 @@ def test_sharded_half_precision_directory_reads_as_the_whole_one(tiny: Path, tmp
         assert np.array_equal(sharded.tensor(name), rounded.float().numpy()), name
 
 
-@pytest.mark.parametrize("weight_type", ["F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1"])
+@pytest.mark.parametrize("weight_type", ["F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1"])
 @pytest.mark.parametrize("tied", [False, True])
 def test_gguf_has_the_weights_of_the_directory_it_was_made_from(tmp_path: Path, weight_type: str, tied: bool) -> None:
     """Undoes the rotary permutation, which quantisation commutes with, as it works along rows."""
@@ -227,6 +231,152 @@ def test_gguf_has_the_weights_of_the_directory_it_was_made_from(tmp_path: Path, 
     assert ours.gguf_metadata is not None
     assert ours.gguf_metadata["tokenizer.chat_template"] == CHAT_TEMPLATE
     assert ours.gguf_metadata["tokenizer.ggml.add_bos_token"] is True
+
+
+def quantised(w: Float32Array, weight_type: str) -> Float32Array:
+    """What is left of `w` in a file, by the `gguf` package."""
+    kind = gguf.GGMLQuantizationType[weight_type]
+    packed = quantize_k(w, weight_type) if weight_type in K_QUANTS else gguf.quants.quantize(w, kind)
+    values: Float32Array = gguf.quants.dequantize(packed, kind)
+    return values
+
+
+@pytest.mark.parametrize("weight_type", K_QUANTS)
+def test_k_quants_that_tests_write_stay_near_the_weights(weight_type: str) -> None:
+    w = np.random.default_rng(0).standard_normal((64, 512), dtype=np.float32)
+    w[0] = 0.0
+    error = np.abs(quantised(w, weight_type) - w).max() / np.abs(w).max()
+    assert error < {"Q4_K": 0.06, "Q5_K": 0.03, "Q6_K": 0.03}[weight_type]
+
+
+@pytest.mark.parametrize(
+    ("family", "weight_type", "options"),
+    [
+        ("llama", "Q4_K", {}),
+        ("llama", "F32", {"attention_bias": True}),
+        ("llama", "Q6_K", {"rope_parameters": {"rope_theta": 1e5, **ROPE_SCALINGS["yarn"]}}),
+        ("mistral", "Q5_K", {"rope_parameters": {"rope_theta": 1e5, **ROPE_SCALINGS["linear"]}}),
+        ("qwen2", "Q8_0", {}),
+        ("qwen3", "Q5_0", {}),
+        ("phi3", "Q4_K", {}),
+        ("phi3", "Q5_1", {"num_key_value_heads": 1}),
+    ],
+    ids=str,
+)
+def test_gguf_of_every_architecture_has_the_weights_of_the_directory(
+    tmp_path: Path, family: str, weight_type: str, options: dict[str, Any]
+) -> None:
+    pytest.importorskip("transformers")
+    directory = make_tiny_family(tmp_path / "hf", family, **options)
+    ours = open_model(str(write_gguf(directory, tmp_path / "m.gguf", weight_type=weight_type)))
+    original = open_model(str(directory))
+    assert ours.config == original.config
+    assert ours.tensor_names() == original.tensor_names()
+    for name in ours.tensor_names():
+        w = original.tensor(name)
+        assert np.array_equal(ours.tensor(name), quantised(w, weight_type) if w.ndim == 2 else w), name
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_architecture_has_the_weights_that_transformers_loads(tmp_path: Path, family: str) -> None:
+    transformers = pytest.importorskip("transformers")
+    directory = make_tiny_family(tmp_path / "hf", family)
+    expected = transformers.AutoModelForCausalLM.from_pretrained(directory).state_dict()
+    m = open_model(str(directory))
+    seen = set()
+    for name, w in expected.items():
+        if name.endswith(("qkv_proj.weight", "gate_up_proj.weight")):
+            prefix = name.rsplit(".", 2)[0]
+            parts = ("q_proj", "k_proj", "v_proj") if "qkv" in name else ("gate_proj", "up_proj")
+            names = [f"{prefix}.{part}.weight" for part in parts]
+        else:
+            names = [name]
+        assert np.array_equal(np.concatenate([m.tensor(n) for n in names]), w.numpy()), name
+        seen.update(names)
+    assert seen == set(m.tensor_names())
+
+
+@pytest.mark.parametrize("weight_type", ["Q4_1", "Q6_K"])
+def test_packed_rows_are_those_of_the_float_tensor(tmp_path: Path, weight_type: str) -> None:
+    """For engines that compute on packed rows: any run of them decodes to the same rows of `tensor`."""
+    pytest.importorskip("transformers")
+    directory = make_tiny_family(tmp_path / "hf", "llama", attention_bias=True)
+    file = read_gguf(write_gguf(directory, tmp_path / "m.gguf", weight_type=weight_type))
+    m = open_model(str(file.path))
+    for name in m.tensor_names():
+        packed, values = m.packed(name), m.tensor(name)
+        assert packed.shape == values.shape
+        assert packed.data.flags.c_contiguous
+        if len(packed.shape) == 2:
+            row = packed.type.row_nbytes(packed.shape[1])
+            some = dataclasses.replace(packed, shape=(5, packed.shape[1]), data=packed.data[3 * row : 8 * row])
+            assert np.array_equal(dequantize(some), values[3:8]), name
+    # Only what had to be reordered is copied.
+    stored = {t.name: t.data for t in file.tensors.values()}
+    assert not m.packed("model.layers.1.mlp.down_proj.weight").data.flags.owndata
+    q = m.packed("model.layers.1.self_attn.q_proj.weight").data
+    assert q.tobytes() != stored["blk.1.attn_q.weight"].tobytes()
+    assert sorted(q.tobytes()) == sorted(stored["blk.1.attn_q.weight"].tobytes())
+
+
+def test_parts_of_a_fused_matrix_are_views_of_the_file(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    directory = make_tiny_family(tmp_path / "hf", "phi3")
+    m = open_model(str(directory))
+    q, k = (m.packed(f"model.layers.0.self_attn.{part}_proj.weight") for part in "qk")
+    assert (q.name, k.name) == tuple(
+        f"model.layers.0.self_attn.qkv_proj.weight[{rows}]" for rows in ("0:256", "256:384")
+    )
+    assert q.data.ctypes.data + q.data.nbytes == k.data.ctypes.data
+    edit_json(directory / "config.json", {"num_key_value_heads": 4})
+    message = (
+        r"tensor 'model\.layers\.0\.self_attn\.qkv_proj\.weight' has shape \[512, 256\], .* calls for \[768, 256\]"
+    )
+    with pytest.raises(ModelLoadError, match=message):
+        open_model(str(directory))
+
+
+@pytest.mark.parametrize(
+    ("family", "part"),
+    [("qwen2", "self_attn.k_proj.bias"), ("qwen3", "self_attn.q_norm.weight"), ("phi3", "mlp.gate_up_proj.weight")],
+)
+def test_missing_part_of_an_architecture_is_named(tmp_path: Path, family: str, part: str) -> None:
+    pytest.importorskip("transformers")
+    directory = make_tiny_family(tmp_path / "hf", family)
+    edit_weights(directory, remove=f"model.layers.0.{part}")
+    missing = part.replace("gate_up_proj", "gate_proj")
+    with pytest.raises(ModelLoadError, match=f"tensor 'model.layers.0.{missing}' is missing"):
+        open_model(str(directory))
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "phi3"])
+def test_bias_of_a_projection_that_has_none_is_refused(tmp_path: Path, family: str) -> None:
+    pytest.importorskip("transformers")
+    directory = make_tiny_family(tmp_path / "hf", family)
+    edit_weights(directory, add={"model.layers.0.self_attn.o_proj.bias": (256,)})
+    with pytest.raises(ModelLoadError, match=r"tensor 'model\.layers\.0\.self_attn\.o_proj\.bias' is not part of"):
+        open_model(str(directory))
+
+
+def test_quantised_vector_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "m.gguf"
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_block_count(1)
+    writer.add_context_length(64)
+    writer.add_embedding_length(64)
+    writer.add_feed_forward_length(64)
+    writer.add_head_count(1)
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_tensor("token_embd.weight", np.zeros((8, 64), np.float32))
+    q8_0 = gguf.GGMLQuantizationType.Q8_0
+    norm = gguf.quants.quantize(np.ones((1, 64), np.float32), q8_0).reshape(-1)
+    writer.add_tensor("blk.0.attn_norm.weight", norm, raw_shape=norm.shape, raw_dtype=q8_0)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    with pytest.raises(ModelLoadError, match=r"tensor 'blk\.0\.attn_norm\.weight' is a vector of quantised type Q8_0"):
+        open_model(str(path))
 
 
 def test_fingerprint_is_that_of_the_content(tiny: Path, tiny_copy: Path, tmp_path: Path) -> None:
@@ -286,7 +436,7 @@ def test_missing_tensor_is_named(tiny_copy: Path) -> None:
 )
 def test_tensor_that_would_be_ignored_is_refused(tiny_copy: Path, extra: str) -> None:
     edit_weights(tiny_copy, add={extra: (128,)})
-    with pytest.raises(ModelLoadError, match=rf"model\.safetensors: tensor '{extra}' is not part of a plain Llama"):
+    with pytest.raises(ModelLoadError, match=rf"model\.safetensors: tensor '{extra}' is not part of this architecture"):
         open_model(str(tiny_copy))
 
 
@@ -383,10 +533,36 @@ def test_gguf_without_an_embedding_is_refused(tmp_path: Path) -> None:
         open_model(str(path))
 
 
-def test_gguf_with_rotary_factors_is_refused(tiny: Path, tmp_path: Path) -> None:
-    """Llama 3.1 files scale the rotary embedding by a tensor; ignoring it would give wrong tokens at every position."""
-    path = write_gguf(tiny, tmp_path / "m.gguf", extra_tensors={"rope_freqs.weight": np.ones(16, np.float32)})
-    with pytest.raises(ModelLoadError, match=r"m\.gguf: tensor 'rope_freqs\.weight' is not part of a plain Llama"):
+@pytest.mark.parametrize(
+    ("factors", "message"),
+    [
+        (np.ones(15, np.float32), r"is F32 \[15\], but must be F32 \[16\]"),
+        (np.zeros(16, np.float32), "has factors that are not above zero"),
+        (np.full(16, np.inf, np.float32), "has factors that are not above zero"),
+    ],
+)
+def test_gguf_with_unusable_rotary_factors_is_refused(
+    tiny: Path, tmp_path: Path, factors: Float32Array, message: str
+) -> None:
+    path = write_gguf(tiny, tmp_path / "m.gguf", extra_tensors={"rope_freqs.weight": factors})
+    with pytest.raises(ModelLoadError, match=rf"m\.gguf: tensor 'rope_freqs\.weight' {message}"):
+        open_model(str(path))
+
+
+def test_rotary_factors_of_a_gguf_file_change_the_fingerprint(tiny: Path, tmp_path: Path) -> None:
+    plain = open_model(str(write_gguf(tiny, tmp_path / "a.gguf")))
+    ones = {"rope_freqs.weight": np.ones(16, np.float32)}
+    scaled = open_model(str(write_gguf(tiny, tmp_path / "b.gguf", extra_tensors=ones)))
+    assert scaled.tensor_names() == plain.tensor_names()
+    assert scaled.fingerprint != plain.fingerprint
+
+
+@pytest.mark.parametrize(("family", "extra"), [("qwen2", "rope_freqs.weight"), ("phi3", "rope_factors_long.weight")])
+def test_rotary_factors_where_they_have_no_known_meaning_are_refused(tmp_path: Path, family: str, extra: str) -> None:
+    pytest.importorskip("transformers")
+    directory = make_tiny_family(tmp_path / "hf", family)
+    path = write_gguf(directory, tmp_path / "m.gguf", extra_tensors={extra: np.ones(32, np.float32)})
+    with pytest.raises(ModelLoadError, match=f"tensor '{extra}' is not part of this architecture"):
         open_model(str(path))
 
 

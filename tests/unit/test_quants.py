@@ -15,7 +15,9 @@ from pdserve.model.gguf_types import TENSOR_TYPES
 from pdserve.model.quants import check_supported, dequantize
 from pdserve.model.tensors import StoredTensor
 
-SUPPORTED = ["F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1"]
+QUANTISABLE = ["F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1"]
+"""Types that the `gguf` package can also write."""
+SUPPORTED = [*QUANTISABLE, "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K"]
 BY_NAME = {t.name: t for t in TENSOR_TYPES.values()}
 
 
@@ -31,7 +33,7 @@ def test_type_table_is_that_of_the_format() -> None:
     assert set(SUPPORTED) < {t.name for t in TENSOR_TYPES.values()}
 
 
-@pytest.mark.parametrize("type_name", SUPPORTED)
+@pytest.mark.parametrize("type_name", QUANTISABLE)
 def test_quantised_weights_decode_bit_for_bit(type_name: str) -> None:
     w = np.random.default_rng(1).standard_normal((48, 96), dtype=np.float32)
     kind = gguf.GGMLQuantizationType[type_name]
@@ -48,18 +50,30 @@ def test_quantised_weights_decode_bit_for_bit(type_name: str) -> None:
 def test_arbitrary_bytes_decode_as_the_reference_does(type_name: str, seed: int, rows: int, blocks: int) -> None:
     """Covers bit patterns that a quantiser never writes: negative scales, subnormals, infinities, NaN."""
     kind = gguf.GGMLQuantizationType[type_name]
-    row_nbytes = BY_NAME[type_name].row_nbytes(32 * blocks)
+    elems = max(32, BY_NAME[type_name].block_elems) * blocks
+    row_nbytes = BY_NAME[type_name].row_nbytes(elems)
     raw = np.random.default_rng(seed).integers(0, 256, (rows, row_nbytes), dtype=np.uint8)
     with np.errstate(all="ignore"):
-        expected = gguf.quants.dequantize(raw, kind).reshape(rows, 32 * blocks)
-        got = dequantize(stored(type_name, (rows, 32 * blocks), raw.tobytes()))
+        expected = gguf.quants.dequantize(raw, kind).reshape(rows, elems)
+        got = dequantize(stored(type_name, (rows, elems), raw.tobytes()))
+    np.testing.assert_array_equal(got, expected)
+
+
+@pytest.mark.parametrize("type_name", SUPPORTED)
+def test_tensors_of_many_blocks_decode_as_the_reference_does(type_name: str) -> None:
+    """More elements than are decoded at a time, and not a multiple of that."""
+    kind = gguf.GGMLQuantizationType[type_name]
+    raw = np.random.default_rng(2).integers(0, 256, (333, BY_NAME[type_name].row_nbytes(1024)), dtype=np.uint8)
+    with np.errstate(all="ignore"):
+        expected = gguf.quants.dequantize(raw, kind).reshape(333, 1024)
+        got = dequantize(stored(type_name, (333, 1024), raw.tobytes()))
     np.testing.assert_array_equal(got, expected)
 
 
 @pytest.mark.parametrize("type_name", SUPPORTED)
 def test_result_is_writable_and_leaves_the_file_alone(type_name: str) -> None:
-    raw = bytes(BY_NAME[type_name].row_nbytes(64))
-    tensor = stored(type_name, (1, 64), raw)
+    raw = bytes(BY_NAME[type_name].row_nbytes(256))
+    tensor = stored(type_name, (1, 256), raw)
     got = dequantize(tensor)
     got += 1.0
     assert got.flags.c_contiguous
@@ -67,8 +81,8 @@ def test_result_is_writable_and_leaves_the_file_alone(type_name: str) -> None:
 
 
 def test_known_type_without_a_decoder_is_refused_by_name() -> None:
-    tensor = stored("Q4_K", (1, 256), bytes(144))
-    with pytest.raises(ModelLoadError, match=r"model\.gguf: tensor 'w' has type Q4_K.*Q8_0"):
+    tensor = stored("IQ4_NL", (1, 32), bytes(18))
+    with pytest.raises(ModelLoadError, match=r"model\.gguf: tensor 'w' has type IQ4_NL.*Q8_0"):
         check_supported(tensor)
-    with pytest.raises(ModelLoadError, match="Q4_K"):
+    with pytest.raises(ModelLoadError, match="IQ4_NL"):
         dequantize(tensor)
