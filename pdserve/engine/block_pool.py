@@ -1,8 +1,8 @@
 """The KV memory: one block-major allocation, seen by attention as tensors and by the transfer layer as bytes.
 
-Bytes move as 32-bit words in whole contiguous block ranges. (Indexed assignment to a uint8 view moves the same bytes
-many times slower, and bfloat16 has no numpy dtype.) On CPU the transfer layer reads the pool itself; a device pool is
-gathered into, or scattered from, a contiguous staging buffer.
+Bytes move as 32-bit words in whole contiguous block ranges (bfloat16 has no numpy dtype). On CPU the transfer layer
+reads the pool itself, see `host_store.py`; a device pool is gathered into, or scattered from, a contiguous staging
+buffer.
 """
 
 from __future__ import annotations
@@ -11,11 +11,10 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Protocol
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
 from pdserve.engine.device import TORCH_DTYPES
+from pdserve.engine.host_store import bytes_of, check_range, words_of
 from pdserve.kv_layout import KvLayout
 
 
@@ -43,33 +42,6 @@ class BlockPool:
     def words(self) -> torch.Tensor:
         """The same memory as [num_blocks, num_layers, words] int32: a layer has K and V, so a multiple of 4 bytes."""
         return self.kv.view(self.num_blocks, self.layout.num_layers, -1).view(torch.int32)
-
-
-class HostBlockStore:
-    """A pool in host memory as bytes: reads copy nothing."""
-
-    def __init__(self, pool: BlockPool) -> None:
-        self._pool = pool
-        self._words: npt.NDArray[np.int32] = pool.words.numpy()
-
-    @property
-    def layout(self) -> KvLayout:
-        """Geometry of the blocks."""
-        return self._pool.layout
-
-    def read(self, blocks: Sequence[int], layer_begin: int, layer_end: int) -> list[memoryview]:
-        """Read-only views of the pool: one per block, or per run of consecutive blocks if all layers are asked for."""
-        _check_range(self.layout, self._pool.num_blocks, blocks, layer_begin, layer_end)
-        if layer_begin == 0 and layer_end == self.layout.num_layers:
-            return [_bytes_of(self._words[begin:end]) for begin, end in _runs(blocks)]
-        return [_bytes_of(self._words[block, layer_begin:layer_end]) for block in blocks]
-
-    def write(self, blocks: Sequence[int], layer_begin: int, layer_end: int, data: memoryview) -> None:
-        """Copy `data` into the blocks. Raises ValueError if its length does not fit."""
-        _check_range(self.layout, self._pool.num_blocks, blocks, layer_begin, layer_end)
-        source = _words_of(self.layout, len(blocks), layer_end - layer_begin, data)
-        for block, piece in zip(blocks, source, strict=True):
-            self._words[block, layer_begin:layer_end] = piece
 
 
 class Staging(Protocol):
@@ -100,18 +72,18 @@ class StagedBlockStore:
 
     def read(self, blocks: Sequence[int], layer_begin: int, layer_end: int) -> list[memoryview]:
         """One read-only view of a host copy of the blocks; it owns its memory."""
-        _check_range(self.layout, self._pool.num_blocks, blocks, layer_begin, layer_end)
+        check_range(self.layout, self._pool.num_blocks, blocks, layer_begin, layer_end)
         buffer = self._staging.host_buffer((len(blocks), layer_end - layer_begin, self._words.shape[2]))
         with self._staging.transferring():
             gathered = self._words[:, layer_begin:layer_end].index_select(0, self._index(blocks))
             buffer.copy_(gathered, non_blocking=True)
             self._staging.wait()
-        return [_bytes_of(buffer.numpy())]
+        return [bytes_of(buffer.numpy())]
 
     def write(self, blocks: Sequence[int], layer_begin: int, layer_end: int, data: memoryview) -> None:
         """Copy `data` into the blocks. Raises ValueError if its length does not fit."""
-        _check_range(self.layout, self._pool.num_blocks, blocks, layer_begin, layer_end)
-        source = _words_of(self.layout, len(blocks), layer_end - layer_begin, data)
+        check_range(self.layout, self._pool.num_blocks, blocks, layer_begin, layer_end)
+        source = words_of(self.layout, len(blocks), layer_end - layer_begin, data)
         buffer = self._staging.host_buffer(source.shape)
         buffer.numpy()[...] = source
         with self._staging.transferring():
@@ -153,29 +125,3 @@ class CudaStaging:
         done = torch.cuda.Event()  # type: ignore[no-untyped-call]
         done.record(self._stream)
         done.synchronize()
-
-
-def _check_range(layout: KvLayout, num_blocks: int, blocks: Sequence[int], layer_begin: int, layer_end: int) -> None:
-    assert 0 <= layer_begin < layer_end <= layout.num_layers, f"no layers [{layer_begin}, {layer_end})"
-    # A negative index would silently reach another request's block.
-    assert len(blocks) > 0 and min(blocks) >= 0 and max(blocks) < num_blocks, f"no such blocks: {list(blocks)}"
-
-
-def _runs(blocks: Sequence[int]) -> list[tuple[int, int]]:
-    """Maximal runs [begin, end) of consecutive ids, in order."""
-    ids = np.asarray(blocks, dtype=np.int64)
-    breaks = np.flatnonzero(np.diff(ids) != 1)
-    begins = ids[np.concatenate([[0], breaks + 1])]
-    ends = ids[np.concatenate([breaks, [len(ids) - 1]])] + 1
-    return list(zip(begins.tolist(), ends.tolist(), strict=True))
-
-
-def _bytes_of(words: npt.NDArray[np.int32]) -> memoryview:
-    return words.data.cast("B").toreadonly()
-
-
-def _words_of(layout: KvLayout, num_blocks: int, num_layers: int, data: memoryview) -> npt.NDArray[np.int32]:
-    expected = num_blocks * num_layers * layout.layer_nbytes
-    if data.nbytes != expected:
-        raise ValueError(f"{data.nbytes} bytes do not fit {num_blocks} blocks x {num_layers} layers: {expected} bytes")
-    return np.frombuffer(data, dtype=np.int32).reshape(num_blocks, num_layers, layout.layer_nbytes // 4)

@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pdserve.engine.batch import Batch
+from pdserve.engine.output import StepOutput
 from pdserve.kv_layout import KvBlockStore, KvLayout
 from pdserve.model.config import ModelConfig
 
@@ -35,10 +36,11 @@ class Engine(Protocol):
     def store(self) -> KvBlockStore:
         """The KV pool as bytes, for the transfer layer."""
 
-    def forward(self, batch: Batch) -> npt.NDArray[np.int64]:
-        """Write the K/V of the batch into its slots and draw one token for each of its R logit rows; [R].
+    def forward(self, batch: Batch) -> StepOutput:
+        """Write the K/V of the batch into its slots, draw one token for each of its R logit rows, and report the
+        log-probabilities that were asked for.
 
-        On return the K/V of the batch is readable through `store`. With no logit rows the result is empty.
+        On return the K/V of the batch is readable through `store`. With no logit rows there are no tokens.
         """
 
     def forward_logits(self, batch: Batch) -> npt.NDArray[np.float32]:

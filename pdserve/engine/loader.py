@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import psutil
 
 from pdserve.engine.engine import Engine
+from pdserve.engine.sizes import pool_blocks
 from pdserve.errors import ConfigError
 from pdserve.kv_layout import DTYPE_NBYTES, KvLayout
 from pdserve.model.source import ModelSource
@@ -31,9 +32,13 @@ def load_engine(
     The pool has `num_blocks` blocks, or as many as fit in `kv_cache_bytes`: give one of the two. `num_threads` sets the
     number of CPU threads of this process; None leaves torch's choice.
 
-    Raises ConfigError, naming the setting, for one that is wrong or asks for more than the machine has.
+    Raises ConfigError, naming the setting, for one that is wrong or asks for more than the machine has, or if torch is
+    not installed.
     """
-    import torch
+    try:
+        import torch
+    except ModuleNotFoundError as error:
+        raise ConfigError("the torch engine needs torch: pip install 'pdserve[torch]'", field="engine.kind") from error
 
     from pdserve.engine.attention import ATTENTION_BACKENDS
     from pdserve.engine.block_pool import BlockPool
@@ -59,7 +64,7 @@ def load_engine(
         head_dim=config.head_dim,
     )
     size_setting = "num_blocks" if kv_cache_bytes is None else "kv_cache_bytes"
-    num_blocks = _pool_blocks(layout, num_blocks, kv_cache_bytes)
+    num_blocks = pool_blocks(layout, num_blocks, kv_cache_bytes)
     torch_device = _device(device)
     weights_nbytes = num_parameters(config) * DTYPE_NBYTES[dtype]
     _check_memory(torch_device, weights_nbytes, num_blocks * layout.block_nbytes, size_setting)
@@ -68,23 +73,9 @@ def load_engine(
         torch.set_num_threads(num_threads)
     weights = load_weights(source, TORCH_DTYPES[dtype], torch_device)
     pool = BlockPool(layout, num_blocks, torch_device)
-    return TorchEngine(config, Llama(config, weights), pool, ATTENTION_BACKENDS[attention]())
-
-
-def _pool_blocks(layout: KvLayout, num_blocks: int | None, kv_cache_bytes: int | None) -> int:
-    if (num_blocks is None) == (kv_cache_bytes is None):
-        raise ConfigError("num_blocks: give either num_blocks or kv_cache_bytes", field="num_blocks")
-    if kv_cache_bytes is not None:
-        if kv_cache_bytes < layout.block_nbytes:
-            raise ConfigError(
-                f"kv_cache_bytes: {kv_cache_bytes} holds no block; one takes {layout.block_nbytes} bytes",
-                field="kv_cache_bytes",
-            )
-        return kv_cache_bytes // layout.block_nbytes
-    assert num_blocks is not None
-    if num_blocks < 1:
-        raise ConfigError(f"num_blocks: must be at least 1, got {num_blocks}", field="num_blocks")
-    return num_blocks
+    # No sequence is longer than the pool.
+    num_positions = min(config.max_position_embeddings, num_blocks * block_size)
+    return TorchEngine(config, Llama(config, weights, num_positions), pool, ATTENTION_BACKENDS[attention]())
 
 
 def _device(name: str) -> torch.device:

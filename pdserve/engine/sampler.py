@@ -1,5 +1,7 @@
 """Batched sampling in torch: greedy, temperature, top-k, top-p, min-p, with stateless seeded noise.
 
+Bias and penalties come first (`logit_edits.py`), then forbidden tokens, which nothing can bring back.
+
 Filters apply in the order temperature, top-k, top-p (over the renormalised rest of top-k), min-p (relative to the
 most likely token): the order of transformers. Each filter is a threshold on the logit, so tokens with equal logits
 stay or go together, and what is kept never depends on how a sort breaks ties. Top-p keeps a token if the tokens
@@ -7,9 +9,9 @@ strictly more likely than it have less than top_p of the mass. The most likely t
 
 Drawing is Gumbel-max: the kept token with the greatest `logit / temperature + noise(seed, position, id)` (see
 `noise.py`). As noise belongs to the token id, a row can be drawn from its K best candidates alone, with the same
-result for any K that covers what the filters keep. Rows where K does not cover it are drawn again from the whole
-vocabulary, and rows that no filter limits go there at once. Masses are summed as integers, which makes the sums
-independent of order, K and batch.
+result for any K that covers what the filters keep. Rows where K does not cover it are drawn again from more
+candidates, in the end from the whole vocabulary, and rows that no filter limits go there at once. Masses are summed as
+integers, which makes the sums independent of order, K and batch.
 
 A row's result depends on nothing but its own logits and parameters. Equal scores go to the lowest token id, also in
 greedy.
@@ -25,6 +27,7 @@ import torch
 
 from pdserve.engine.batch import SamplingBatch
 from pdserve.engine.device import to_host, upload
+from pdserve.engine.logit_edits import BIAS, LARGEST_LOGIT, REPETITION, SUBTRACT, LogitEdits
 from pdserve.engine.noise import MULTIPLIER_1, MULTIPLIER_2, row_keys
 
 NUM_CANDIDATES = 256
@@ -39,11 +42,13 @@ def sample(
 ) -> npt.NDArray[np.int64]:
     """Draw a token for each row of `logits` [R, V] (float32, any device; may be overwritten); [R].
 
-    Copies to the host once, and once more in the rare steps where some row is drawn again.
+    Copies to the host once, and once or twice more in the rare steps where some row is drawn again.
     """
     assert logits.shape[0] == len(sampling), "one row of parameters for each row of logits"
     if len(sampling) == 0:
         return np.empty(0, dtype=np.int64)
+    if len(sampling.edits):
+        _edit(logits, sampling.edits)
     if len(sampling.forbidden_ids):
         rows, ids = upload(sampling.forbidden_rows, logits.device), upload(sampling.forbidden_ids, logits.device)
         logits.index_put_((rows, ids), logits.new_full((), -torch.inf))
@@ -70,10 +75,22 @@ def sample(
     host = to_host(drawn)
     tokens: npt.NDArray[np.int64] = host[0]
     covered = host[1]
-    if not covered.all():
-        group = _Rows.select(logits, sampling, covered == 0)
-        tokens[covered == 0] = to_host(_draw_filtered(group, logits.shape[1])[0])
+    while not covered.all():
+        # A sort of the whole vocabulary costs ten times as much as one of some thousand candidates.
+        num_candidates = min(16 * num_candidates, logits.shape[1])
+        again = covered == 0
+        group = _Rows.select(logits, sampling, again)
+        tokens[again], covered[again] = to_host(_draw_filtered(group, num_candidates))
     return tokens
+
+
+def _edit(logits: torch.Tensor, edits: LogitEdits) -> None:
+    """`LogitEdits.apply` on the device of the logits."""
+    where = upload(edits.rows, logits.device), upload(edits.ids, logits.device)
+    terms = upload(edits.terms, logits.device)
+    x = logits[where] + terms[BIAS]
+    x = torch.where(x > 0, x / terms[REPETITION], x * terms[REPETITION]).clamp(-LARGEST_LOGIT, LARGEST_LOGIT)
+    logits.index_put_(where, x - terms[SUBTRACT])
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

@@ -12,12 +12,18 @@ import torch
 
 from pdserve.engine.attention import AttentionBackend
 from pdserve.engine.batch import Batch
-from pdserve.engine.block_pool import BlockPool, CudaStaging, HostBlockStore, StagedBlockStore
-from pdserve.engine.device import to_host
+from pdserve.engine.block_pool import BlockPool, CudaStaging, StagedBlockStore
+from pdserve.engine.device import to_host, upload
+from pdserve.engine.host_store import HostBlockStore
 from pdserve.engine.llama import Llama, StepInputs
+from pdserve.engine.logprobs import raw_logprobs
+from pdserve.engine.output import Logprobs, StepOutput
 from pdserve.engine.sampler import sample
 from pdserve.kv_layout import KvBlockStore, KvLayout
 from pdserve.model.config import ModelConfig
+
+SCORED_ROWS = 128
+"""Rows of logits at a time for log-probabilities of a prompt: 64 MiB with a vocabulary of 128 Ki."""
 
 
 class TorchEngine:
@@ -31,7 +37,9 @@ class TorchEngine:
         self._device = pool.kv.device
         self._staging = CudaStaging(self._device) if self._device.type == "cuda" else None
         self._store: KvBlockStore = (
-            HostBlockStore(pool) if self._staging is None else StagedBlockStore(pool, self._staging)
+            HostBlockStore(pool.layout, pool.words.numpy())
+            if self._staging is None
+            else StagedBlockStore(pool, self._staging)
         )
 
     @property
@@ -55,22 +63,44 @@ class TorchEngine:
         return self._store
 
     @torch.inference_mode()
-    def forward(self, batch: Batch) -> npt.NDArray[np.int64]:
-        """See `Engine.forward`. One device-to-host copy, of the tokens (two if `sample` draws a row again)."""
-        return sample(self._compute(batch), batch.sampling)
+    def forward(self, batch: Batch) -> StepOutput:
+        """See `Engine.forward`. One device-to-host copy, of the tokens (more if `sample` draws a row again), and one
+        for each of the two kinds of log-probabilities if anybody asked for it."""
+        num_drawn = len(batch.logit_rows)
+        hidden = self._compute(batch)
+        logits = self._model.logits(hidden[:num_drawn])
+        rows = batch.sampling.logprob_rows
+        # A copy of their rows, as `sample` edits the logits.
+        raw = logits[upload(rows, self._device)] if len(rows) else None
+        token_ids = sample(logits, batch.sampling)
+        logprobs = None
+        if raw is not None:
+            num_top = int(batch.sampling.num_logprobs.max())
+            logprobs = raw_logprobs([raw], token_ids[rows], num_top, self._device)
+        return StepOutput(
+            token_ids=token_ids, logprobs=logprobs, prompt_logprobs=self._score(hidden[num_drawn:], batch)
+        )
 
     @torch.inference_mode()
     def forward_logits(self, batch: Batch) -> npt.NDArray[np.float32]:
         """See `Engine.forward_logits`."""
-        return to_host(self._compute(batch))
+        return to_host(self._model.logits(self._compute(batch)[: len(batch.logit_rows)]))
+
+    def _score(self, hidden: torch.Tensor, batch: Batch) -> Logprobs | None:
+        scoring = batch.scoring
+        if len(scoring) == 0:
+            return None
+        slices = (self._model.logits(hidden[i : i + SCORED_ROWS]) for i in range(0, len(hidden), SCORED_ROWS))
+        return raw_logprobs(slices, scoring.target_ids, int(scoring.num_top.max()), self._device)
 
     def _compute(self, batch: Batch) -> torch.Tensor:
         # On a GPU an index out of range kills the context, and with it every request.
         assert batch.token_ids.min() >= 0 and batch.token_ids.max() < self._config.vocab_size, "no such token id"
+        assert batch.positions.max() < self._model.num_positions, "no such position"
         assert batch.slot_mapping.max() < self.num_blocks * self.layout.block_size, "no such block"
         inputs = StepInputs.upload(batch, self.layout.block_size, self._device)
         step_attention = self._attention.plan(batch, self.layout.block_size, self._device)
-        logits = self._model.forward(inputs, self._pool, step_attention)
+        hidden = self._model.forward(inputs, self._pool, step_attention)
         if self._staging is not None:
             self._staging.computation_submitted()
-        return logits
+        return hidden

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from pdserve.config import Config
 from pdserve.engine.engine import Engine
 from pdserve.engine.loader import load_engine
+from pdserve.engine.select import why_not_cpu
 from pdserve.errors import ConfigError
 from pdserve.model.source import open_model
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,16 +34,38 @@ EngineFactory = Callable[[Config], LoadedModel]
 def load_model(config: Config) -> LoadedModel:
     """Load what `model`, `engine` and `kv` of the configuration ask for. Raises ModelLoadError or ConfigError."""
     source = open_model(config.model.path)
-    engine = load_engine(
-        source,
-        device=config.engine.device,
-        dtype=config.engine.dtype,
-        num_blocks=config.kv.num_blocks,
-        kv_cache_bytes=None if config.kv.num_blocks is not None else config.kv.pool_bytes,
-        block_size=config.kv.block_size,
-        attention=config.engine.attention,
-        num_threads=config.engine.threads,
-    )
+    settings = config.engine
+    num_blocks = config.kv.num_blocks
+    kv_cache_bytes = None if num_blocks is not None else config.kv.pool_bytes
+    obstacle = why_not_cpu(source.config, device=settings.device, block_size=config.kv.block_size)
+    if settings.kind == "cpu" and obstacle is not None:
+        raise ConfigError(f"engine.kind: cpu cannot be used: {obstacle}; use torch or auto", field="engine.kind")
+    engine: Engine
+    if settings.kind == "torch" or obstacle is not None:
+        if obstacle is not None and settings.device == "cpu":
+            log.warning("using the torch engine: %s", obstacle)
+        engine = load_engine(
+            source,
+            device=settings.device,
+            dtype=settings.dtype,
+            num_blocks=num_blocks,
+            kv_cache_bytes=kv_cache_bytes,
+            block_size=config.kv.block_size,
+            attention=settings.attention,
+            num_threads=settings.threads,
+        )
+    else:
+        # Imports numba, which a worker on another engine need not wait for.
+        from pdserve.engine.cpu.loader import load_cpu_engine
+
+        engine = load_cpu_engine(
+            source,
+            weights=settings.weights,
+            num_blocks=num_blocks,
+            kv_cache_bytes=kv_cache_bytes,
+            block_size=config.kv.block_size,
+            num_threads=settings.threads,
+        )
     return LoadedModel(engine=engine, name=source.name, fingerprint=source.fingerprint)
 
 

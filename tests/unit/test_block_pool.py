@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-from pdserve.engine.block_pool import BlockPool, HostBlockStore, StagedBlockStore
+from pdserve.engine.block_pool import BlockPool, StagedBlockStore
 from pdserve.engine.device import TORCH_DTYPES
+from pdserve.engine.host_store import HostBlockStore
 from pdserve.kv_layout import KvBlockStore, KvLayout
 
 NUM_BLOCKS = 8
@@ -33,6 +34,10 @@ class DirectStaging:
         self.waits += 1
 
 
+def host(pool: BlockPool) -> HostBlockStore:
+    return HostBlockStore(pool.layout, pool.words.numpy())
+
+
 def staged(pool: BlockPool) -> KvBlockStore:
     return StagedBlockStore(pool, DirectStaging())
 
@@ -51,7 +56,7 @@ def raw(tensor: torch.Tensor) -> bytes:
     return tensor.contiguous().view(torch.uint8).numpy().tobytes()
 
 
-STORES = pytest.mark.parametrize("store", [HostBlockStore, staged], ids=["host", "staged"])
+STORES = pytest.mark.parametrize("store", [host, staged], ids=["host", "staged"])
 DTYPES = pytest.mark.parametrize("dtype", list(TORCH_DTYPES))
 
 
@@ -89,13 +94,13 @@ def test_what_one_pool_reads_another_can_write_and_nothing_else_changes(
 
 def test_host_reads_are_views_of_the_pool_itself() -> None:
     pool = random_pool()
-    (view,) = HostBlockStore(pool).read([2], 0, 3)
+    (view,) = host(pool).read([2], 0, 3)
     pool.kv[2] = 7.0
     assert np.frombuffer(view, dtype=np.float32).tolist() == [7.0] * (len(view) // 4)
 
 
 def test_host_reads_of_consecutive_whole_blocks_are_one_piece() -> None:
-    store = HostBlockStore(random_pool())
+    store = host(random_pool())
     assert [len(v) // store.layout.block_nbytes for v in store.read([4, 5, 6, 1, 0, 1], 0, 3)] == [3, 1, 2]
     assert [len(v) for v in store.read([4, 5], 0, 2)] == [2 * store.layout.layer_nbytes] * 2
 
@@ -147,5 +152,5 @@ def test_layer_views_share_the_memory_of_the_pool() -> None:
     key, value = pool.layer(1)
     assert key.shape == value.shape == (NUM_BLOCKS, 2, 4, 6)
     key[3], value[3] = 1.0, 2.0
-    (view,) = HostBlockStore(pool).read([3], 1, 2)
+    (view,) = host(pool).read([3], 1, 2)
     assert np.frombuffer(view, dtype=np.float32).reshape(2, -1).mean(axis=1).tolist() == [1.0, 2.0]

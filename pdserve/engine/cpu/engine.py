@@ -1,0 +1,181 @@
+"""The CPU engine: one compiled function per step over packed weights and a float16 block pool.
+
+A request's logits and KV bytes do not depend on batch, chunking, threads or processor model: see `gemm.py` and
+`attention.py` for why. Threads share the work of a step and meet at barriers inside the kernels.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import numpy.typing as npt
+
+from pdserve.engine.batch import Batch, SamplingBatch
+from pdserve.engine.cpu import draw as draw_kernels
+from pdserve.engine.cpu import step as step_kernels
+from pdserve.engine.cpu.shape import ModelShape
+from pdserve.engine.cpu.team import Team
+from pdserve.engine.cpu.weights import PackedModel
+from pdserve.engine.cpu.workspace import Workspace
+from pdserve.engine.host_store import HostBlockStore
+from pdserve.engine.noise import row_keys
+from pdserve.engine.output import Logprobs, StepOutput
+from pdserve.kv_layout import KvBlockStore, KvLayout
+from pdserve.model.config import ModelConfig
+from pdserve.model.quants import dequantize
+from pdserve.model.rope import rope_tables
+
+KV_ORDER = "K:dim,token V:token,dim"
+"""K is stored dimension by dimension inside a block, V token by token."""
+SCORED_ROWS = 64
+"""Rows of logits at a time for log-probabilities of a prompt."""
+
+SHARED_ROWS = 4
+"""Rows of logits from which on threads share the drawing: fewer take less time than waking a thread."""
+
+
+def kv_layout(config: ModelConfig, block_size: int) -> KvLayout:
+    """Geometry of this engine's KV blocks."""
+    return KvLayout(
+        dtype="float16",
+        block_size=block_size,
+        num_layers=config.num_layers,
+        num_kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        order=KV_ORDER,
+    )
+
+
+class CpuEngine:
+    """Implements `Engine`."""
+
+    def __init__(
+        self, config: ModelConfig, model: PackedModel, *, num_blocks: int, block_size: int, threads: int
+    ) -> None:
+        self._config = config
+        self._layout = kv_layout(config, block_size)
+        self._num_blocks = num_blocks
+        self._model = model
+        self._shape = ModelShape(config, block_size)
+        self._shape_vector = self._shape.vector
+        self._team = Team(threads)
+        self._work = Workspace(self._shape, threads)
+        self._ids = np.empty((threads, config.vocab_size), np.int64)
+        # No sequence is longer than the pool.
+        self._num_positions = min(config.max_position_embeddings, num_blocks * block_size)
+        tables = rope_tables(config, self._num_positions)
+        self._cos, self._sin = tables.cos.reshape(-1), tables.sin.reshape(-1)
+        self._eps = np.float32(config.rms_norm_eps)
+        # Zeros: attention multiplies slots that were never written by a weight of exactly 0. Memory is mapped lazily.
+        self._kv = np.zeros(num_blocks * self._shape.block_words, np.uint16)
+        self._embedding_rows = model.embedding.data.reshape(config.vocab_size, -1)
+        words = self._kv.view(np.int32).reshape(num_blocks, config.num_layers, -1)
+        self._store = HostBlockStore(self._layout, words)
+
+    @property
+    def config(self) -> ModelConfig:
+        """Shape of the model."""
+        return self._config
+
+    @property
+    def layout(self) -> KvLayout:
+        """Geometry of the KV blocks."""
+        return self._layout
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks in the KV pool."""
+        return self._num_blocks
+
+    @property
+    def store(self) -> KvBlockStore:
+        """The KV pool as bytes."""
+        return self._store
+
+    def forward(self, batch: Batch) -> StepOutput:
+        """See `Engine.forward`."""
+        logits = self._compute(batch)
+        rows = batch.sampling.logprob_rows
+        # A copy of their rows, as sampling edits the logits.
+        raw = logits[rows] if len(rows) else None
+        token_ids = self._sample(logits, batch.sampling)
+        logprobs = None
+        if raw is not None:
+            logprobs = Logprobs.of(raw, token_ids[rows], int(batch.sampling.num_logprobs.max()))
+        return StepOutput(token_ids=token_ids, logprobs=logprobs, prompt_logprobs=self._score(batch))
+
+    def forward_logits(self, batch: Batch) -> npt.NDArray[np.float32]:
+        """See `Engine.forward_logits`."""
+        return self._compute(batch).copy()
+
+    def _compute(self, batch: Batch) -> npt.NDArray[np.float32]:
+        """Run the layers; a view of the logits [R, V], valid until the next step."""
+        # The kernels check nothing.
+        assert batch.token_ids.min() >= 0 and batch.token_ids.max() < self._config.vocab_size, "no such token id"
+        assert batch.positions.max() < self._num_positions, "no such position"
+        assert batch.slot_mapping.max() < self._num_blocks * self._layout.block_size, "no such block"
+        work = self._work
+        num_rows = len(batch.logit_rows)
+        work.reserve(batch.num_tokens, num_rows)
+        work.embeddings(batch.num_tokens)[...] = self._embed(batch.token_ids)
+        num_items = step_kernels.attention_items(batch.cu_seqlens, work.items)
+        sequence = np.repeat(np.arange(batch.num_seqs), np.diff(batch.cu_seqlens))
+        model = self._model
+        self._team.run(
+            step_kernels.step, np.zeros(1 + self._config.num_layers, np.int64), self._shape_vector, model.arena,
+            model.matrices, model.floats, model.norms, self._cos, self._sin, batch.positions, sequence,
+            batch.slot_mapping, batch.block_tables, work.items[:num_items], batch.logit_rows, self._eps, self._kv,
+            work.x, work.xn, work.xq, work.xs, work.xsum, work.y, work.scratch, work.logits_flat,
+        )  # fmt: skip
+        return work.logits(num_rows)
+
+    def _embed(self, token_ids: npt.NDArray[np.int32]) -> npt.NDArray[np.float32]:
+        stored = self._model.embedding
+        rows = dataclasses.replace(
+            stored,
+            shape=(len(token_ids), stored.shape[1]),
+            data=self._embedding_rows[token_ids].reshape(-1),
+        )
+        return dequantize(rows)
+
+    def _score(self, batch: Batch) -> Logprobs | None:
+        """Log-probabilities of given tokens, from the hidden rows that `_compute` has left."""
+        scoring = batch.scoring
+        if len(scoring) == 0:
+            return None
+        work, model = self._work, self._model
+        num_top = int(scoring.num_top.max())
+        parts = []
+        for begin in range(0, len(scoring), SCORED_ROWS):
+            rows = scoring.rows[begin : begin + SCORED_ROWS]
+            work.reserve(batch.num_tokens, len(rows))
+            self._team.run(
+                step_kernels.head, np.zeros(1, np.int64), self._shape_vector, model.arena, model.matrices, model.floats,
+                model.norms, rows.astype(np.int32), self._eps, work.x, work.xn, work.xq, work.xs, work.xsum,
+                work.logits_flat,
+            )  # fmt: skip
+            targets = scoring.target_ids[begin : begin + SCORED_ROWS]
+            parts.append(Logprobs.of(work.logits(len(rows)), targets, num_top))
+        return Logprobs.concatenate(parts)
+
+    def _sample(self, logits: npt.NDArray[np.float32], sampling: SamplingBatch) -> npt.NDArray[np.int64]:
+        """Draw a token for each row, after editing `logits` in place."""
+        tokens = np.empty(len(sampling), np.int64)
+        if len(sampling) == 0:
+            return tokens
+        sampling.edits.apply(logits)
+        if len(sampling.forbidden_ids):
+            logits[sampling.forbidden_rows, sampling.forbidden_ids] = -np.inf
+        greedy = sampling.is_greedy
+        inverse_temperature = np.where(greedy, np.float32(0), np.float32(1) / np.where(greedy, 1, sampling.temperature))
+        with np.errstate(divide="ignore"):
+            log_min_p = np.log(sampling.min_p.astype(np.float64))
+        run = self._team.run if len(tokens) >= SHARED_ROWS else self._team.run_alone
+        run(
+            draw_kernels.draw, np.zeros(1, np.int64), self._work.logits_flat, self._shape.vocab_padded,
+            self._config.vocab_size, inverse_temperature.astype(np.float32), sampling.top_k.astype(np.int64),
+            sampling.top_p.astype(np.float64), log_min_p, row_keys(sampling.seed, sampling.positions).astype(np.int64),
+            self._ids, tokens,
+        )  # fmt: skip
+        return tokens

@@ -1,0 +1,237 @@
+"""One forward pass over a packed batch, run by several threads side by side.
+
+Every thread calls `step` with its number and walks the same phases; a barrier ends each phase. Matrix products divide
+output rows, row-wise work divides tokens, attention takes items from a shared counter. Who does a piece never changes
+its value.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numba import njit
+
+from pdserve.engine.cpu import vec as v
+from pdserve.engine.cpu.attention import TILE_TOKENS, attend
+from pdserve.engine.cpu.formats import BLOCK, F16, ROWS
+from pdserve.engine.cpu.gemm import gemm
+from pdserve.engine.cpu.jit import OPTIONS
+from pdserve.engine.cpu.ops import gate, quantize, rms_norm, rotate
+from pdserve.engine.cpu.shape import (
+    ATTENTION_PADDED,
+    BLOCK_SIZE,
+    DOWN,
+    FFN_PADDED,
+    GATE,
+    HEAD_DIM,
+    HEADS,
+    HIDDEN,
+    HIDDEN_PADDED,
+    KV_HEADS,
+    LAYERS,
+    MATRICES_PER_LAYER,
+    QKV_WIDTH,
+    UP,
+    VOCAB_PADDED,
+    K,
+    O,
+    Q,
+    V,
+)  # fmt: skip
+
+SPINS_BEFORE_YIELD = 2000
+"""About ten microseconds: longer than threads on cores of their own ever wait, short when cores are shared."""
+
+
+@njit(**OPTIONS)
+def barrier(counters, threads, passed):
+    """Wait until all threads have come here for the `passed`-th time (from 0); gives passed + 1."""
+    if threads > 1:
+        v.fetch_add(counters, 0, np.int64(1))
+        goal = (passed + 1) * threads
+        spins = 0
+        while v.load_acquire(counters, 0) < goal:
+            v.spin_pause()
+            spins += 1
+            if spins >= SPINS_BEFORE_YIELD:
+                v.yield_core()
+    return passed + 1
+
+
+@njit(**OPTIONS)
+def share(n, thread, threads):
+    """The part [begin, end) of `n` things that one thread does."""
+    return n * thread // threads, n * (thread + 1) // threads
+
+
+@njit(**OPTIONS)
+def _clear(row, begin, end):
+    """Zeros in the padding of a row, where an earlier batch has left values that would decide the scale of a block."""
+    for i in range(begin, end, 16):
+        v.store(row, i, v.zero())
+
+
+@njit(**OPTIONS)
+def step(thread, threads, counters, shape, arena, matrices, floats, norms, cos, sin, positions, sequence, slots, tables,
+         items, logit_rows, eps, kv, x, xn, xq, xs, xsum, y, scratch, logits):  # fmt: skip
+    """The K/V of a batch into the pool, its final hidden rows into x, and the logits of `logit_rows`.
+
+    counters: int64, zeros (barrier, then one attention counter per layer); shape, arena, matrices, floats, norms: see
+    `shape.py` and `weights.PackedModel`; cos, sin: float32, flat [positions, head_dim / 2]; positions, slots: of each
+    token; sequence: row of `tables` of each token; tables: int32 block ids; items: see `attention_items`; kv: the pool
+    as uint16; x to scratch: see `workspace.Workspace`, x with the embeddings of the tokens; logits: float32, flat.
+    """
+    hidden = shape[HIDDEN]
+    hp = shape[HIDDEN_PADDED]
+    heads = shape[HEADS]
+    kv_heads = shape[KV_HEADS]
+    head_dim = shape[HEAD_DIM]
+    fp = shape[FFN_PADDED]
+    layers = shape[LAYERS]
+    block_size = shape[BLOCK_SIZE]
+    ap = shape[ATTENTION_PADDED]
+    width = shape[QKV_WIDTH]
+    group = heads // kv_heads
+    half = head_dim // 2
+    tokens = len(positions)
+    table_width = tables.shape[1]
+    flat_tables = tables.reshape(-1)
+    head_stride = head_dim * block_size
+    layer_stride = 2 * kv_heads * head_stride
+    block_stride = layers * layer_stride
+    scale = np.float32(1.0) / np.sqrt(np.float32(head_dim))
+    one = np.float32(1.0)
+    my_scratch = scratch[thread]
+    t0, t1 = share(tokens, thread, threads)
+    passed = np.int64(0)
+    for layer in range(layers):
+        m = layer * MATRICES_PER_LAYER
+        # Matrices that share an input may differ in format.
+        quantized = matrices[m + Q, 0] > F16 or matrices[m + K, 0] > F16 or matrices[m + V, 0] > F16
+        for t in range(t0, t1):
+            rms_norm(x, t * hp, floats, norms[layer, 0], hidden, hp, eps, xn, t * hp)
+            if quantized:
+                quantize(xn, t * hp, hp, xq, t * hp, xs, xsum, t * (hp // BLOCK))
+        passed = barrier(counters, threads, passed)
+        column = np.int64(0)
+        for i in range(3):
+            b, e = share(matrices[m + i, 2], thread, threads)
+            gemm(arena, matrices[m + i], floats, b, e, xn, xq, xs, xsum, y, column, width, tokens, False)
+            column += matrices[m + i, 2] * ROWS
+        passed = barrier(counters, threads, passed)
+        k_column = heads * head_dim
+        v_column = k_column + kv_heads * head_dim
+        for t in range(t0, t1):
+            p = positions[t] * half
+            block = np.int64(slots[t]) // block_size
+            offset = np.int64(slots[t]) % block_size
+            for h in range(heads):
+                at = t * width + h * head_dim
+                if norms[layer, 2] >= 0:
+                    rms_norm(y, at, floats, norms[layer, 2], head_dim, head_dim, eps, y, at)
+                rotate(y, at, half, cos, sin, p, scale)
+            for h in range(kv_heads):
+                at = t * width + k_column + h * head_dim
+                if norms[layer, 3] >= 0:
+                    rms_norm(y, at, floats, norms[layer, 3], head_dim, head_dim, eps, y, at)
+                rotate(y, at, half, cos, sin, p, one)
+                k_base = block * block_stride + layer * layer_stride + h * head_stride
+                for i in range(head_dim):
+                    kv[k_base + i * block_size + offset] = v.half_bits(y[at + i])
+                v_at = t * width + v_column + h * head_dim
+                v_base = k_base + kv_heads * head_stride + offset * head_dim
+                for i in range(0, head_dim, 16):
+                    v.store_half(kv, v_base + i, v.load(y, v_at + i))
+        passed = barrier(counters, threads, passed)
+        count = len(items) * kv_heads
+        n = v.fetch_add(counters, 1 + layer, np.int64(1))
+        while n < count:
+            item = n // kv_heads
+            h = n % kv_heads
+            t = items[item, 0]
+            k_base = layer * layer_stride + h * head_stride
+            attend(
+                y, t * width + h * group * head_dim, width, items[item, 1], positions[t], group, head_dim, kv, k_base,
+                k_base + kv_heads * head_stride, block_stride, block_size, flat_tables, sequence[t] * table_width,
+                my_scratch, xn, t * ap + h * group * head_dim, ap,
+            )  # fmt: skip
+            n = v.fetch_add(counters, 1 + layer, np.int64(1))
+        passed = barrier(counters, threads, passed)
+        if matrices[m + O, 0] > F16:
+            for t in range(t0, t1):
+                _clear(xn, t * ap + heads * head_dim, (t + 1) * ap)
+                quantize(xn, t * ap, ap, xq, t * ap, xs, xsum, t * (ap // BLOCK))
+            passed = barrier(counters, threads, passed)
+        b, e = share(matrices[m + O, 2], thread, threads)
+        gemm(arena, matrices[m + O], floats, b, e, xn, xq, xs, xsum, x, np.int64(0), hp, tokens, True)
+        passed = barrier(counters, threads, passed)
+        quantized = matrices[m + GATE, 0] > F16 or matrices[m + UP, 0] > F16
+        for t in range(t0, t1):
+            rms_norm(x, t * hp, floats, norms[layer, 1], hidden, hp, eps, xn, t * hp)
+            if quantized:
+                quantize(xn, t * hp, hp, xq, t * hp, xs, xsum, t * (hp // BLOCK))
+        passed = barrier(counters, threads, passed)
+        for i in range(2):
+            b, e = share(matrices[m + GATE + i, 2], thread, threads)
+            gemm(arena, matrices[m + GATE + i], floats, b, e, xn, xq, xs, xsum, y, i * fp, 2 * fp, tokens, False)
+        passed = barrier(counters, threads, passed)
+        quantized = matrices[m + DOWN, 0] > F16
+        written = matrices[m + GATE, 2] * ROWS
+        for t in range(t0, t1):
+            gate(y, t * 2 * fp, fp, xn, t * fp)
+            if quantized:
+                _clear(xn, t * fp + written, (t + 1) * fp)
+                quantize(xn, t * fp, fp, xq, t * fp, xs, xsum, t * (fp // BLOCK))
+        passed = barrier(counters, threads, passed)
+        b, e = share(matrices[m + DOWN, 2], thread, threads)
+        gemm(arena, matrices[m + DOWN], floats, b, e, xn, xq, xs, xsum, x, np.int64(0), hp, tokens, True)
+        passed = barrier(counters, threads, passed)
+    _head(
+        thread, threads, counters, passed, shape, arena, matrices, floats, norms, logit_rows, eps, x, xn, xq, xs, xsum,
+        logits,
+    )  # fmt: skip
+
+
+@njit(**OPTIONS)
+def _head(thread, threads, counters, passed, shape, arena, matrices, floats, norms, rows, eps, x, xn, xq, xs, xsum,
+          logits):  # fmt: skip
+    """Final norm and LM head of some rows of x."""
+    hp = shape[HIDDEN_PADDED]
+    layers = shape[LAYERS]
+    m = layers * MATRICES_PER_LAYER
+    n = len(rows)
+    if n == 0:
+        return
+    r0, r1 = share(n, thread, threads)
+    for r in range(r0, r1):
+        rms_norm(x, rows[r] * hp, floats, norms[layers, 0], shape[HIDDEN], hp, eps, xn, r * hp)
+        if matrices[m, 0] > F16:
+            quantize(xn, r * hp, hp, xq, r * hp, xs, xsum, r * (hp // BLOCK))
+    barrier(counters, threads, passed)
+    b, e = share(matrices[m, 2], thread, threads)
+    gemm(arena, matrices[m], floats, b, e, xn, xq, xs, xsum, logits, np.int64(0), shape[VOCAB_PADDED], n, False)
+
+
+@njit(**OPTIONS)
+def head(thread, threads, counters, shape, arena, matrices, floats, norms, rows, eps, x, xn, xq, xs, xsum, logits):
+    """Logits of more rows of the batch that `step` has just computed."""
+    _head(
+        thread, threads, counters, np.int64(0), shape, arena, matrices, floats, norms, rows, eps, x, xn, xq, xs, xsum,
+        logits,
+    )  # fmt: skip
+
+
+@njit(**OPTIONS)
+def attention_items(cu_seqlens, items):
+    """Cut each sequence's query tokens into tiles; fills items (first token, tokens) and gives their number.
+
+    Long prompts come first in the list only if they do in the batch; threads take items as they become free.
+    """
+    n = 0
+    for i in range(len(cu_seqlens) - 1):
+        t = cu_seqlens[i]
+        while t < cu_seqlens[i + 1]:
+            items[n, 0] = t
+            items[n, 1] = min(TILE_TOKENS, cu_seqlens[i + 1] - t)
+            t += items[n, 1]
+            n += 1
+    return n

@@ -1,0 +1,58 @@
+"""Memory that a step works in, made once for the largest batch so far."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from pdserve.engine.cpu.attention import scratch_size
+from pdserve.engine.cpu.formats import BLOCK
+from pdserve.engine.cpu.shape import ModelShape
+
+_GRANULE_TOKENS = 64
+_GRANULE_ROWS = 8
+
+
+class Workspace:
+    """Arrays for up to `tokens` query tokens and `rows` rows of logits. Rows are padded as `ModelShape` says."""
+
+    def __init__(self, shape: ModelShape, threads: int) -> None:
+        self._shape = shape
+        self.scratch = np.zeros((threads, scratch_size(shape.group, shape.config.head_dim)), np.float32)
+        """float32 [threads, S] for attention."""
+        self._tokens = 0
+        self._rows = 0
+        self.reserve(_GRANULE_TOKENS, _GRANULE_ROWS)
+
+    def reserve(self, tokens: int, rows: int) -> None:
+        """Make room for a batch; what was in the arrays is lost if there was not enough."""
+        shape = self._shape
+        if tokens > self._tokens:
+            self._tokens = -(-tokens // _GRANULE_TOKENS) * _GRANULE_TOKENS
+            widest = max(shape.hidden_padded, shape.ffn_padded, shape.attention_padded)
+            # Zeros, as the padding of rows is never written and must not be NaN.
+            self.x = np.zeros(self._tokens * shape.hidden_padded, np.float32)
+            self.xn = np.zeros(self._tokens * widest, np.float32)
+            self.xq = np.zeros(self._tokens * widest, np.int8)
+            self.xs = np.zeros(self._tokens * (widest // BLOCK), np.float32)
+            self.xsum = np.zeros(self._tokens * (widest // BLOCK), np.float32)
+            self.y = np.zeros(self._tokens * max(shape.qkv_width, 2 * shape.ffn_padded), np.float32)
+            self.items = np.zeros((self._tokens, 2), np.int64)
+        if rows > self._rows:
+            self._rows = -(-rows // _GRANULE_ROWS) * _GRANULE_ROWS
+            self._logits = np.zeros(self._rows * shape.vocab_padded, np.float32)
+
+    @property
+    def logits_flat(self) -> npt.NDArray[np.float32]:
+        """Rows of padded logits, flat."""
+        return self._logits
+
+    def embeddings(self, tokens: int) -> npt.NDArray[np.float32]:
+        """Where the embeddings of a batch go: [tokens, hidden]."""
+        rows = self.x[: tokens * self._shape.hidden_padded].reshape(tokens, -1)
+        return rows[:, : self._shape.config.hidden_size]
+
+    def logits(self, rows: int) -> npt.NDArray[np.float32]:
+        """Results of a step: a view [rows, vocab_size]."""
+        padded = self._logits[: rows * self._shape.vocab_padded].reshape(rows, self._shape.vocab_padded)
+        return padded[:, : self._shape.config.vocab_size]

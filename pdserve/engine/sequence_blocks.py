@@ -1,0 +1,137 @@
+"""The blocks of each sequence: between schedulers, which count tokens, and the block manager, which knows no tokens.
+
+A sequence has room for some tokens, in blocks. The first `num_final` tokens have their KV there; full blocks below that
+are published, so that later sequences with the same beginning share them instead of computing or receiving them again.
+Full and final blocks only are ever shared, and nobody writes below `num_final`: a shared block is never written to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from pdserve.engine.block_hash import BlockHasher, BlockHashes
+from pdserve.engine.block_manager import BlockManager, Blocks
+from pdserve.types import HandoffId
+
+
+@dataclass(slots=True)
+class _Entry:
+    blocks: Blocks
+    hashes: BlockHashes
+    final_names: list[bytes]
+    """Names of the blocks whose content is final."""
+
+
+class SequenceBlocks:
+    """All sequences of one worker that hold blocks."""
+
+    def __init__(self, num_blocks: int, hasher: BlockHasher) -> None:
+        self.block_size = hasher.block_size
+        self._hasher = hasher
+        self._manager = BlockManager(num_blocks)
+        self._entries: dict[HandoffId, _Entry] = {}
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks in all; what is neither used nor cached is free."""
+        return self._manager.num_blocks
+
+    @property
+    def num_used(self) -> int:
+        """Blocks that sequences hold; a shared one counts once."""
+        return self._manager.num_used
+
+    @property
+    def num_cached(self) -> int:
+        """Blocks that no sequence holds, kept for their content until they are needed."""
+        return self._manager.num_cached
+
+    @property
+    def num_available(self) -> int:
+        """Blocks that `open` and `grow` may take: free and cached ones."""
+        return self._manager.num_available
+
+    @property
+    def capacity_tokens(self) -> int:
+        """Longest sequence that fits if there is no other."""
+        return self.num_blocks * self.block_size
+
+    def blocks_for(self, num_tokens: int) -> int:
+        """Blocks that `num_tokens` tokens occupy."""
+        return -(-num_tokens // self.block_size)
+
+    def chain(self) -> BlockHashes:
+        """What `open` needs for a new sequence. Keep it: opening the sequence again then hashes nothing twice."""
+        return self._hasher.chain()
+
+    def open(
+        self,
+        key: HandoffId,
+        token_ids: Sequence[int],
+        hashes: BlockHashes,
+        *,
+        room: int,
+        keep: int = 0,
+        reuse: bool = True,
+    ) -> int | None:
+        """Give `key` blocks for `room` tokens, of which `token_ids` are known and about to get their KV.
+
+        Returns how many leading tokens have it already: whole blocks, and never all of `token_ids`, because something
+        has to be computed for a next token to be drawn. None means "not now" and changes nothing. `keep` blocks must
+        stay available to others. Without `reuse` nothing is taken from the cache: every token is to be computed.
+        """
+        assert key not in self._entries, f"{key} has blocks already"
+        names = hashes.upto(len(token_ids) - 1, token_ids) if reuse else []
+        blocks = self._manager.allocate(self.blocks_for(max(room, len(token_ids))), prefix=names, keep=keep)
+        if blocks is None:
+            return None
+        self._entries[key] = _Entry(blocks, hashes, names[: blocks.num_found])
+        return blocks.num_found * self.block_size
+
+    def grow(self, key: HandoffId, room: int) -> bool:
+        """See to it that `key` has blocks for `room` tokens. False means "not now" and changes nothing."""
+        entry = self._entries[key]
+        missing = self.blocks_for(room) - len(entry.blocks)
+        if missing <= 0:
+            return True
+        more = self._manager.allocate(missing)
+        if more is None:
+            return False
+        entry.blocks += more
+        return True
+
+    def publish(self, key: HandoffId, num_final: int, token_ids: Sequence[int]) -> None:
+        """The KV of the first `num_final` of `token_ids`, the sequence's tokens so far, is in place and final."""
+        entry = self._entries[key]
+        names = entry.hashes.upto(num_final, token_ids)
+        begin = len(entry.final_names)
+        if len(names) > begin:
+            self._manager.publish(entry.blocks.ids[begin : len(names)], names[begin:])
+            entry.final_names = names
+
+    def close(self, key: HandoffId) -> None:
+        """The sequence is over or must make room. What was published stays to be found until the room is needed."""
+        entry = self._entries.pop(key)
+        self._manager.free(entry.blocks, entry.final_names)
+
+    def ids(self, key: HandoffId) -> tuple[int, ...]:
+        """Block table of a sequence."""
+        return self._entries[key].blocks.ids
+
+    def holds(self, key: HandoffId) -> bool:
+        """Whether a sequence has blocks."""
+        return key in self._entries
+
+    def num_held(self, key: HandoffId) -> int:
+        """Blocks of a sequence, shared ones included."""
+        return len(self._entries[key].blocks)
+
+    def check_integrity(self) -> None:
+        """Assert that the block manager is consistent and that exactly the sequences known here hold its blocks."""
+        self._manager.check_integrity()
+        counts = [0] * self.num_blocks
+        for entry in self._entries.values():
+            for block_id in entry.blocks.ids:
+                counts[block_id] += 1
+        assert counts == [self._manager.ref_count(b) for b in range(self.num_blocks)], "a reference has no sequence"

@@ -1,0 +1,165 @@
+"""Paged attention of the CPU engine against a softmax in float64, and bit for bit against itself in other pieces."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pdserve.engine.cpu.attention import SEGMENT, TILE_TOKENS, attend, scratch_size
+
+Float32 = npt.NDArray[np.float32]
+Float64 = npt.NDArray[np.float64]
+
+LENGTHS = (1, 15, 16, 17, 127, 128, 129, 255, 256, 257, 300)
+
+few = settings(max_examples=30, deadline=None, derandomize=True)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One sequence, one layer of a pool of two; what no context reaches is infinite or NaN."""
+
+    keys: Float64
+    """[length, kv_heads, head_dim], as rounded to float16."""
+    values: Float64
+    queries: Float32
+    """[length, kv_heads * group, head_dim], scaled."""
+    pool: npt.NDArray[np.uint16]
+    """[blocks, layers, 2, kv_heads, block_size * head_dim]"""
+    table: npt.NDArray[np.int32]
+    block_size: int
+    group: int
+
+    @property
+    def length(self) -> int:
+        return len(self.keys)
+
+
+LAYER, LAYERS = 1, 2
+
+
+def make_case(
+    length: int, *, kv_heads: int = 2, group: int = 3, head_dim: int = 64, block_size: int = 16, seed: int = 0
+) -> Case:
+    rng = np.random.default_rng(seed)
+    keys, values = rng.standard_normal((2, length, kv_heads, head_dim)).astype(np.float16)
+    queries = (rng.standard_normal((length, kv_heads * group, head_dim)) * 2 * head_dim**-0.5).astype(np.float32)
+    used = -(-length // block_size)
+    blocks = used + 3
+    table = rng.permutation(blocks)[:used].astype(np.int32)
+    pool = np.full((blocks, LAYERS, 2, kv_heads, block_size * head_dim), np.nan, np.float16)
+    for p in range(length):
+        block, offset = table[p // block_size], p % block_size
+        for h in range(kv_heads):
+            pool[block, LAYER, 0, h].reshape(head_dim, block_size)[:, offset] = keys[p, h]
+            pool[block, LAYER, 1, h].reshape(block_size, head_dim)[offset] = values[p, h]
+    return Case(
+        keys.astype(np.float64), values.astype(np.float64), queries, pool.view(np.uint16), table, block_size, group
+    )
+
+
+def run(case: Case, begin: int, end: int, tile: int = TILE_TOKENS) -> Float32:
+    """Query tokens [begin, end) in tiles; [end - begin, heads, head_dim]."""
+    _, kv_heads, head_dim = case.keys.shape
+    heads = kv_heads * case.group
+    out = np.full((end - begin, heads, head_dim), np.nan, np.float32)
+    scratch = np.full(scratch_size(case.group, head_dim), np.nan, np.float32)
+    strides = [s // 2 for s in case.pool.strides]
+    # Two entries of another sequence come first.
+    tables = np.concatenate([[0, 0], case.table]).astype(np.int32)
+    for t in range(begin, end, tile):
+        count = min(tile, end - t)
+        for h in range(kv_heads):
+            k_base = LAYER * strides[1] + h * strides[3]
+            attend(
+                case.queries.reshape(-1), (t * heads + h * case.group) * head_dim, heads * head_dim, count, t,
+                case.group, head_dim, case.pool.reshape(-1), k_base, k_base + strides[2], strides[0], case.block_size,
+                tables, 2, scratch, out.reshape(-1), ((t - begin) * heads + h * case.group) * head_dim,
+                heads * head_dim,
+            )  # fmt: skip
+    return out
+
+
+def expected(case: Case, position: int) -> Float64:
+    """[heads, head_dim] for the query at `position`, one head at a time."""
+    rows = []
+    for head, query in enumerate(case.queries[position].astype(np.float64)):
+        kv_head = head // case.group
+        scores = case.keys[: position + 1, kv_head] @ query
+        weights = np.exp(scores - scores.max())
+        rows.append(weights @ case.values[: position + 1, kv_head] / weights.sum())
+    return np.stack(rows)
+
+
+def check(case: Case, begin: int, end: int) -> None:
+    actual = run(case, begin, end)
+    wanted = np.stack([expected(case, p) for p in range(begin, end)])
+    np.testing.assert_allclose(actual, wanted, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("length", LENGTHS)
+@pytest.mark.parametrize("block_size", [16, 32])
+def test_one_query_token_at_the_end_of_a_context(length: int, block_size: int) -> None:
+    """Decode, at the borders of blocks, vectors and segments."""
+    check(make_case(length, block_size=block_size), length - 1, length)
+
+
+@pytest.mark.parametrize("group", [1, 2, 3, 4, 5, 7, 8])
+@pytest.mark.parametrize("head_dim", [16, 64, 80, 96, 128])
+def test_any_group_and_head_size(group: int, head_dim: int) -> None:
+    check(make_case(140, group=group, head_dim=head_dim, kv_heads=1), 121, 140)
+
+
+@few
+@given(
+    length=st.integers(1, 300),
+    chunk=st.integers(1, 40),
+    kv_heads=st.integers(1, 3),
+    group=st.integers(1, 8),
+    head_dim=st.sampled_from([16, 32, 64, 80, 96, 112, 128]),
+    block_size=st.sampled_from([16, 32, 64, 128]),
+    seed=st.integers(0, 100),
+)
+def test_a_chunk_behind_a_prefix(
+    length: int, chunk: int, kv_heads: int, group: int, head_dim: int, block_size: int, seed: int
+) -> None:
+    case = make_case(length, kv_heads=kv_heads, group=group, head_dim=head_dim, block_size=block_size, seed=seed)
+    check(case, max(0, length - chunk), length)
+
+
+@pytest.mark.parametrize("group", [1, 3, 4])
+@pytest.mark.parametrize("block_size", [16, 128])
+def test_a_row_has_the_same_bits_in_any_tile(group: int, block_size: int) -> None:
+    """Chunks and tiles of any size: also those that reach into a segment behind the row's own position."""
+    case = make_case(SEGMENT + 25, group=group, block_size=block_size)
+    whole = run(case, 0, case.length)
+    for tile in (1, 2, 3):
+        assert run(case, 0, case.length, tile).tobytes() == whole.tobytes()
+    for begin, end in ((1, 7), (SEGMENT - 3, SEGMENT + 2), (SEGMENT - 1, SEGMENT), (SEGMENT + 3, case.length)):
+        assert run(case, begin, end).tobytes() == whole[begin:end].tobytes()
+
+
+def test_where_the_blocks_lie_does_not_matter() -> None:
+    case = make_case(200)
+    order = np.random.default_rng(9).permutation(len(case.pool))
+    moved = Case(
+        case.keys, case.values, case.queries, case.pool[order], np.argsort(order)[case.table].astype(np.int32), 16, 3
+    )
+    assert not np.array_equal(moved.table, case.table)
+    assert run(moved, 190, 200).tobytes() == run(case, 190, 200).tobytes()
+
+
+def test_scores_far_apart_neither_overflow_nor_vanish() -> None:
+    case = make_case(300)
+    huge = Case(
+        case.keys, case.values, case.queries * np.float32(1000), case.pool, case.table, case.block_size, case.group
+    )
+    actual = run(huge, 280, 300)
+    wanted = np.stack([expected(huge, p) for p in range(280, 300)])
+    # float32 scores of size 1e4 are off by 1e-3.
+    np.testing.assert_allclose(actual, wanted, atol=2e-2)
