@@ -5,19 +5,22 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass
 
+from pdserve.engine.block_hash import BlockHashes
 from pdserve.types import GenerationJob, HandoffId
 from pdserve.worker.events import DecodeEvent
 
 
 class SequenceState(enum.Enum):
-    """Where a sequence is. In all of these states its blocks belong to it and to nobody else."""
+    """Where a sequence is. In all of these states but PREEMPTED it has blocks, which nobody else may write."""
 
     RESERVED = "reserved"
     """A prefill worker sends the KV, or is about to. Ends by `commit` or `release`."""
     RELEASING = "releasing"
     """Unwanted before the commit; waits for the transfer layer to say that nothing writes into the blocks any more."""
     RUNNING = "running"
-    """In the running batch."""
+    """In the running batch. Waits in it, without a part in the step, if it needs a block and may not take one."""
+    PREEMPTED = "preempted"
+    """Gave its blocks to an older sequence. Goes on, by computing its KV again, when there is room."""
     LEAVING = "leaving"
     """Over, but the step that computes into its blocks has not returned."""
 
@@ -27,12 +30,14 @@ class Sequence:
     """One sequence and its progress."""
 
     job: GenerationJob
-    num_blocks: int
+    hashes: BlockHashes
+    num_held: int
+    """Leading tokens whose KV was here before the hand-off."""
+    tokens: list[int]
+    """Prompt and output so far. Once it runs, the newest of them has no KV yet."""
     state: SequenceState = SequenceState.RESERVED
-    last_token: int = -1
-    """Newest token; it has no KV yet."""
-    num_output: int = 0
-    """Output tokens so far, those of earlier attempts and of the prefill worker included."""
+    num_computed: int = 0
+    """Leading tokens that have KV here."""
     num_steps: int = 0
     num_prefilled: int = 0
     """Tokens whose KV this worker computed by prefill."""
@@ -43,9 +48,14 @@ class Sequence:
         return HandoffId(self.job.request_id, self.job.attempt)
 
     @property
-    def position(self) -> int:
-        """Position of `last_token`, which is also the number of tokens that have KV."""
-        return self.job.num_prompt_tokens + self.num_output - 1
+    def num_output(self) -> int:
+        """Output tokens so far, those of earlier attempts and of the prefill worker included."""
+        return len(self.tokens) - self.job.num_prompt_tokens
+
+    @property
+    def num_to_compute(self) -> int:
+        """Tokens that have to be computed before the next one can be drawn: 1, and more after a preemption."""
+        return len(self.tokens) - self.num_computed
 
     @property
     def num_left(self) -> int:
@@ -61,14 +71,17 @@ class NoRoom:
 
 
 @dataclass(frozen=True, slots=True)
-class PlannedToken:
-    """One sequence's part in a step: compute `token_id` at `position`, draw output token `output_index`."""
+class PlannedChunk:
+    """One sequence's part in a step: compute `token_ids` from position `start` on and, if `draws`, draw output token
+    number `output_index`."""
 
     key: HandoffId
     job: GenerationJob
-    token_id: int
-    position: int
+    token_ids: tuple[int, ...]
+    """One, unless KV is computed again after a preemption."""
+    start: int
     output_index: int
+    draws: bool
 
 
 # What the scheduler asks for ------------------------------------------------------------------------------------------
@@ -82,8 +95,8 @@ class CancelReservation:
 
 
 @dataclass(frozen=True, slots=True)
-class FreeBlocks:
-    """Nothing uses the sequence's blocks any more: give them back. `committed` says whether it had been taken over."""
+class Forget:
+    """Nothing is left of the sequence. `committed` says whether it had been taken over."""
 
     key: HandoffId
     committed: bool
@@ -97,4 +110,4 @@ class Emit:
     event: DecodeEvent
 
 
-Action = CancelReservation | FreeBlocks | Emit
+Action = CancelReservation | Forget | Emit

@@ -6,17 +6,19 @@ import asyncio
 import logging
 import time
 from collections import defaultdict
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 
 from grpc.aio import ServicerContext
 
 from decode_worker.scheduler import DecodeScheduler
-from decode_worker.sequences import CancelReservation, Emit, FreeBlocks, NoRoom, PlannedToken, SequenceState
-from kv_transfer import Busy, HandoffReceiver
+from decode_worker.sequences import CancelReservation, Emit, Forget, NoRoom, PlannedChunk, SequenceState
+from kv_transfer import Busy, HandoffReceiver, Room
 from kv_transfer.settings import transfer_config
 from pdserve.config import Config
 from pdserve.engine.batch import SampleRequest, SequenceChunk, build_batch
-from pdserve.engine.block_manager import BlockManager, Blocks
+from pdserve.engine.block_hash import BlockHasher
+from pdserve.engine.logit_edits import SequenceEdits
+from pdserve.engine.sequence_blocks import SequenceBlocks
 from pdserve.errors import InternalError, UnavailableError
 from pdserve.logs import configure_logging
 from pdserve.rpc.codec import stats_to_proto, worker_info_to_proto
@@ -26,7 +28,7 @@ from pdserve.types import GenerationJob, HandoffId, Role, WorkerStats
 from pdserve.worker.codec import decode_command_from_proto, decode_events_to_proto
 from pdserve.worker.drain import DrainWaiter
 from pdserve.worker.events import Cancel, DecodeCommand, DecodeEvent
-from pdserve.worker.host import STUCK_STEP_S, WorkerHost
+from pdserve.worker.host import WorkerHost
 from pdserve.worker.limits import JobLimits
 from pdserve.worker.model import EngineFactory
 from pdserve.worker.process import run_worker
@@ -48,20 +50,16 @@ class DecodeService(worker_pb2_grpc.DecodeWorkerServicer):
     awaiting anything in between.
     """
 
-    def __init__(
-        self, config: Config, *, engine_factory: EngineFactory | None = None, stuck_step_s: float = STUCK_STEP_S
-    ) -> None:
-        """`engine_factory` replaces loading the configured model. A step longer than `stuck_step_s` has hung."""
+    def __init__(self, config: Config, *, engine_factory: EngineFactory | None = None) -> None:
+        """`engine_factory` replaces loading the configured model."""
         self._config = config
-        self._host = WorkerHost(
-            Role.DECODE, config, config.decode, engine_factory=engine_factory, stuck_step_s=stuck_step_s
-        )
+        self._host = WorkerHost(Role.DECODE, config, config.decode, engine_factory=engine_factory)
         self._scheduler: DecodeScheduler
-        self._blocks: BlockManager
+        self._blocks: SequenceBlocks
         self._receiver: HandoffReceiver | None = None
         self._hub: Hub | None = None
-        self._held: dict[HandoffId, Blocks] = {}
-        """Blocks of each sequence and reservation."""
+        self._edits: dict[HandoffId, SequenceEdits | None] = {}
+        """Bias and penalties of each sequence that has been in a step; made from the job and then kept up to date."""
         self._draining = False
         self._wake = asyncio.Event()
         """Something may have become computable."""
@@ -75,11 +73,12 @@ class DecodeService(worker_pb2_grpc.DecodeWorkerServicer):
         config, host = self._config, self._host
         await host.open([SERVICE_NAME, TRANSFER_SERVICE_NAME])
         info, engine = host.info, host.runner.engine
-        self._blocks = BlockManager(engine.num_blocks)
+        hasher = BlockHasher(model_fingerprint=info.model_fingerprint, block_size=engine.layout.block_size)
+        self._blocks = SequenceBlocks(engine.num_blocks, hasher)
         self._scheduler = DecodeScheduler(
-            num_blocks=engine.num_blocks,
-            block_size=engine.layout.block_size,
+            blocks=self._blocks,
             max_batch_size=config.decode.max_batch_size,
+            reserve_tokens=config.decode.reserve_tokens,
             limits=JobLimits(vocab_size=engine.config.vocab_size, max_model_len=info.max_model_len),
         )
         self._hub = SessionHub(
@@ -129,12 +128,17 @@ class DecodeService(worker_pb2_grpc.DecodeWorkerServicer):
         scheduler, runner = self._scheduler, self._host.runner
         assert self._receiver is not None
         return WorkerStats(
+            num_waiting=scheduler.count(SequenceState.PREEMPTED),
             num_running=scheduler.count(SequenceState.RUNNING, SequenceState.LEAVING),
             num_transferring=scheduler.count(SequenceState.RESERVED, SequenceState.RELEASING),
             queued_tokens=scheduler.num_running_tokens,
             blocks_in_use=self._blocks.num_used,
+            blocks_cached=self._blocks.num_cached,
             blocks_total=self._blocks.num_blocks,
-            prefill_tokens_total=runner.num_prefill_tokens,
+            prefill_tokens_total=runner.num_prefill_tokens - scheduler.num_recomputed_tokens,
+            cached_tokens_total=scheduler.num_held_tokens,
+            preemptions_total=scheduler.num_preemptions,
+            recomputed_tokens_total=scheduler.num_recomputed_tokens,
             generated_tokens_total=runner.num_sampled_tokens,
             kv_bytes_total=self._receiver.stats.bytes_received,
             failed_handoffs_total=self._receiver.stats.num_failed,
@@ -143,9 +147,8 @@ class DecodeService(worker_pb2_grpc.DecodeWorkerServicer):
         )
 
     def check_integrity(self) -> None:
-        """Assert that the scheduler and the block manager agree, and that neither contradicts itself."""
+        """Assert that every block is accounted for."""
         self._blocks.check_integrity()
-        assert self._blocks.num_free == self._scheduler.num_free_blocks, "scheduler and block manager disagree"
 
     # gRPC -------------------------------------------------------------------------------------------------------------
 
@@ -179,7 +182,7 @@ class DecodeService(worker_pb2_grpc.DecodeWorkerServicer):
 
     # Admission --------------------------------------------------------------------------------------------------------
 
-    def reserve(self, job: GenerationJob, handoff: HandoffId, num_tokens: int) -> Sequence[int] | Busy:
+    def reserve(self, job: GenerationJob, handoff: HandoffId, num_tokens: int) -> Room | Busy:
         """See `Admission.reserve`. Blocks past those for `num_tokens` are set aside for the output."""
         assert self._hub is not None
         if job.router_id not in self._hub:
@@ -187,11 +190,8 @@ class DecodeService(worker_pb2_grpc.DecodeWorkerServicer):
         answer = self._scheduler.reserve(job, num_tokens, time.monotonic())
         if isinstance(answer, NoRoom):
             return Busy(handoff, answer.retry_after_s)
-        blocks = self._blocks.allocate(answer)
-        assert blocks is not None, "the scheduler counts other blocks than the block manager"
-        self._held[handoff] = blocks
         self._changed()
-        return blocks.ids[: self._host.info.kv_layout.num_blocks(num_tokens)]
+        return Room(self._blocks.ids(handoff)[: self._blocks.blocks_for(num_tokens)], num_held_tokens=answer)
 
     def release(self, handoff: HandoffId) -> None:
         """See `Admission.release`."""
@@ -239,8 +239,8 @@ class DecodeService(worker_pb2_grpc.DecodeWorkerServicer):
             match action:
                 case CancelReservation(key):
                     self._receiver.cancel(key)
-                case FreeBlocks(key, committed):
-                    self._blocks.free(self._held.pop(key))
+                case Forget(key, committed):
+                    self._edits.pop(key, None)
                     if committed:
                         self._receiver.finished(key)
                 case Emit(router_id, event):
@@ -260,7 +260,7 @@ class DecodeService(worker_pb2_grpc.DecodeWorkerServicer):
                 self._wake.clear()
                 await self._wake.wait()
                 continue
-            batch = build_batch([self._chunk(token) for token in plan], runner.engine.layout.block_size)
+            batch = build_batch([self._chunk(chunk) for chunk in plan], runner.engine.layout.block_size)
             try:
                 result = await runner.step(batch)
             except InternalError as error:
@@ -269,19 +269,27 @@ class DecodeService(worker_pb2_grpc.DecodeWorkerServicer):
                 if runner.broken:
                     raise
                 continue
-            self._scheduler.step_done(result.token_ids, result.query_lens, result.duration_s)
+            self._scheduler.step_done(result.token_ids, result.query_lens, result.duration_s, logprobs=result.logprobs)
             self._changed()
 
-    def _chunk(self, token: PlannedToken) -> SequenceChunk:
+    def _chunk(self, chunk: PlannedChunk) -> SequenceChunk:
         return SequenceChunk(
-            token_ids=(token.token_id,),
-            start_position=token.position,
-            block_table=self._held[token.key].ids,
-            sample=SampleRequest.for_job(token.job, token.output_index),
+            token_ids=chunk.token_ids,
+            start_position=chunk.start,
+            block_table=self._blocks.ids(chunk.key),
+            sample=self._sample(chunk) if chunk.draws else None,
         )
+
+    def _sample(self, chunk: PlannedChunk) -> SampleRequest:
+        if chunk.key not in self._edits:
+            self._edits[chunk.key] = SequenceEdits.for_job(chunk.job)
+        edits = self._edits[chunk.key]
+        if edits is not None:
+            edits.observe(chunk.output_index - 1, chunk.token_ids[-1])
+        return SampleRequest.for_job(chunk.job, chunk.output_index, edits)
 
 
 def main(config: Config) -> int:
-    """Run a decode worker until it is told to stop. Returns the exit code."""
+    """Run a decode worker until it is told to stop; see `run_worker`."""
     configure_logging(config.log, config.decode.worker_id or Role.DECODE.value)
     return run_worker(lambda: DecodeService(config))

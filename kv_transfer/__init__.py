@@ -4,7 +4,7 @@ from kv_transfer.config import TransferConfig
 from kv_transfer.handoff import Handoff, HandoffResult
 from kv_transfer.messages import Busy
 from kv_transfer.receiver import HandoffReceiver, ReceiverStats
-from kv_transfer.reservations import Admission
+from kv_transfer.reservations import Admission, Room
 from kv_transfer.sender import HandoffSender, SenderStats
 
 __all__ = [
@@ -15,6 +15,7 @@ __all__ = [
     "HandoffResult",
     "HandoffSender",
     "ReceiverStats",
+    "Room",
     "SenderStats",
     "TransferConfig",
 ]

@@ -81,9 +81,16 @@ def reply_to_proto(message: Reply) -> pb.HandoffReply:
             return pb.HandoffReply(refused=pb.LinkRefused(code=message.code, message=message.message))
         case LinkHeartbeat():
             return pb.HandoffReply(heartbeat=pb.LinkHeartbeat())
-        case Grant(handoff, nonce, lease_s, credit_bytes):
+        case Grant():
             return pb.HandoffReply(
-                grant=pb.Grant(id=_id(handoff), nonce=nonce, lease_s=lease_s, credit_bytes=credit_bytes)
+                grant=pb.Grant(
+                    id=_id(message.id),
+                    nonce=message.nonce,
+                    lease_s=message.lease_s,
+                    credit_bytes=message.credit_bytes,
+                    num_held_tokens=message.num_held_tokens,
+                    plan_hash=message.plan_hash,
+                )
             )
         case Busy(handoff, retry_after_s):
             return pb.HandoffReply(busy=pb.Busy(id=_id(handoff), retry_after_s=retry_after_s))
@@ -127,7 +134,14 @@ _FROM_REPLY: dict[str, Callable[[pb.HandoffReply], Reply]] = {
     "welcome": lambda m: LinkWelcome(decode=worker_info_from_proto(m.welcome.decode)),
     "refused": lambda m: LinkRefused(code=m.refused.code, message=m.refused.message),
     "heartbeat": lambda m: LinkHeartbeat(),
-    "grant": lambda m: Grant(_id_from(m.grant.id), m.grant.nonce, m.grant.lease_s, m.grant.credit_bytes),
+    "grant": lambda m: Grant(
+        _id_from(m.grant.id),
+        m.grant.nonce,
+        m.grant.lease_s,
+        m.grant.credit_bytes,
+        m.grant.num_held_tokens,
+        m.grant.plan_hash,
+    ),
     "busy": lambda m: Busy(_id_from(m.busy.id), m.busy.retry_after_s),
     "gone": lambda m: Gone(_id_from(m.gone.id), m.gone.nonce, m.gone.code, m.gone.message),
     "chunk_ack": lambda m: ChunkAck(

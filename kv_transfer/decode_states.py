@@ -50,6 +50,9 @@ class Reserved:
     nonce: int
     link: LinkId
     num_chunks: int
+    num_held_tokens: int
+    """Leading tokens whose KV was here before: in blocks shared with others, into which no chunk goes."""
+    plan_hash: int
     stored: int = 0
     """Chunks in place and verified."""
     stored_nbytes: int = 0
@@ -119,11 +122,16 @@ class ReserveArrived:
 
 @dataclass(frozen=True, slots=True)
 class Allocated:
-    """Answer to Allocate: blocks are reserved for this id. `nonce` is fresh and random, never 0."""
+    """Answer to Allocate: blocks are reserved for this id. `nonce` is fresh and random, never 0.
+
+    The plan leaves out the first `num_held_tokens` tokens, which are here already.
+    """
 
     nonce: int
     link: LinkId
     num_chunks: int
+    num_held_tokens: int
+    plan_hash: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -134,6 +134,8 @@ def _granted(s: Absent, e: Allocated, now: float) -> Result:
         nonce=e.nonce,
         link=e.link,
         num_chunks=e.num_chunks,
+        num_held_tokens=e.num_held_tokens,
+        plan_hash=e.plan_hash,
         lease_until=now + timers.lease_s,
         expires_at=now + timers.max_reservation_s,
     )
@@ -142,7 +144,9 @@ def _granted(s: Absent, e: Allocated, now: float) -> Result:
 
 def _grant(s: Reserved) -> Send:
     timers = s.terms.timers
-    return Send(Grant(s.terms.id, s.nonce, timers.lease_s, timers.credit_bytes))
+    return Send(
+        Grant(s.terms.id, s.nonce, timers.lease_s, timers.credit_bytes, s.num_held_tokens, s.plan_hash),
+    )
 
 
 def _no_room(s: Absent, e: NoRoom, now: float) -> Result:

@@ -38,7 +38,7 @@ class HandoffResult:
 
     transport: str
     kv_bytes: int
-    """Payload of all chunks, without repeats."""
+    """Payload of all chunks, without repeats and without what the decode worker held already."""
     transfer_s: float
     """From the call of `commit` to the last chunk known to be stored: what compute did not hide."""
     commit_s: float
@@ -74,12 +74,13 @@ class Handoff:
         self.job = job
         self.blocks = tuple(blocks)
         self.plan = plan
+        """What is sent: all tokens, until a grant says which of them the decode worker holds already."""
         self._link = link
-        offer = Offer(id=self.id, num_chunks=plan.num_chunks, timers=timers)
+        offer = Offer(id=self.id, plan=plan, timers=timers)
         self._machine: Machine[PrefillState, PrefillEvent, PrefillAction] = Machine(
             start(offer, time.monotonic()), step
         )
-        self._num_sendable = 0
+        self._num_final_tokens = 0
         self._granted = asyncio.Event()
         self._ended = asyncio.Event()
         self._commit_called_at = 0.0
@@ -115,7 +116,8 @@ class Handoff:
 
     def reserve_message(self) -> Reserve:
         """The Reserve of this hand-off."""
-        return Reserve(self.id, self.job, self.plan.num_tokens, self.plan.plan_hash)
+        plan = self.state.offer.plan
+        return Reserve(self.id, self.job, plan.num_tokens, plan.plan_hash)
 
     async def reserve(self) -> None:
         """Return once the decode worker has granted room.
@@ -131,10 +133,9 @@ class Handoff:
 
     def advance(self, num_final_tokens: int) -> None:
         """KV of the first `num_final_tokens` tokens is in the source blocks and final: send what that completes."""
-        num_sendable = self.plan.num_sendable(num_final_tokens)
-        if num_sendable > self._num_sendable:
-            self._num_sendable = num_sendable
-            self._link.dispatch(self, Computed(num_sendable))
+        if num_final_tokens > self._num_final_tokens:
+            self._num_final_tokens = num_final_tokens
+            self._link.dispatch(self, Computed(num_final_tokens))
 
     async def commit(self, first_token: int) -> HandoffResult:
         """Hand the request over with its first drawn token; every token must be final.
@@ -142,7 +143,7 @@ class Handoff:
         Returns once the decode worker owns it: the caller may free the source blocks. Raises like `reserve`; an error
         with `details["outcome"] == "unknown"` means that the decode worker may own it all the same.
         """
-        assert self._num_sendable == self.plan.num_chunks, f"commit of {self.id} before all tokens are final"
+        assert self._num_final_tokens >= self.plan.num_tokens, f"commit of {self.id} before all tokens are final"
         self._commit_called_at = time.monotonic()
         self._link.dispatch(self, CommitRequested(first_token))
         await self._ended.wait()
@@ -168,6 +169,8 @@ class Handoff:
         if isinstance(event, ChunkAck):
             self._stored_at = now
         actions = self._machine.apply(event, now)
+        if isinstance(self.state, Pushing):
+            self.plan = self.state.push.plan
         for action in actions:
             match action:
                 case NotifyGranted():

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pdserve.types import GenerationJob, HandoffId
 from pdserve.worker_info import WorkerInfo
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -69,6 +69,7 @@ class Reserve:
     job: GenerationJob
     num_tokens: int
     plan_hash: int
+    """Of the plan that sends all of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +116,10 @@ class Grant:
     nonce: int
     lease_s: float
     credit_bytes: int
+    num_held_tokens: int
+    """Leading tokens, whole blocks, whose KV the decode worker has and keeps: they are not sent."""
+    plan_hash: int
+    """Of the plan for the others."""
 
 
 @dataclass(frozen=True, slots=True)

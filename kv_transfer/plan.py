@@ -7,11 +7,14 @@
 
 Blocks that fit are grouped into one chunk; a block larger than a chunk is split into layer groups. The order follows
 the tokens, so chunks become sendable in order of their numbers while a prompt is being computed.
+
+The decode worker may hold the KV of leading blocks already. A plan then begins at the first block it lacks; `seq`
+counts from there.
 """
 
 from __future__ import annotations
 
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, replace
 
 import xxhash
 
@@ -41,9 +44,12 @@ class ChunkPlan:
 
     layout: KvLayout
     num_tokens: int
+    """Tokens that the receiver has in the end."""
     blocks_per_chunk: int
     layers_per_chunk: int
     """Layers in a chunk; the last group may be smaller. All layers if `blocks_per_chunk` > 1."""
+    first_token: int = 0
+    """The first one that is sent: a multiple of the block size."""
 
     @classmethod
     def make(cls, num_tokens: int, layout: KvLayout, target_chunk_bytes: int) -> ChunkPlan:
@@ -64,10 +70,28 @@ class ChunkPlan:
         num_groups = -(-layout.num_layers // max(1, target_chunk_bytes // layout.layer_nbytes))
         return cls(layout, num_tokens, 1, -(-layout.num_layers // num_groups))
 
+    def after(self, num_held_tokens: int) -> ChunkPlan:
+        """The same hand-off to a receiver that holds the first `num_held_tokens` tokens.
+
+        Raises InvalidRequestError unless these are whole blocks and leave something to send.
+        """
+        if not 0 <= num_held_tokens < self.num_tokens or num_held_tokens % self.layout.block_size:
+            raise InvalidRequestError(
+                f"num_held_tokens: {num_held_tokens} of {self.num_tokens} tokens are not whole blocks of "
+                f"{self.layout.block_size}, with at least one token left to send",
+                field="num_held_tokens",
+            )
+        return replace(self, first_token=num_held_tokens)
+
     @property
     def num_blocks(self) -> int:
-        """Blocks on each side."""
+        """Blocks of the sequence on each side, those included that are not sent."""
         return self.layout.num_blocks(self.num_tokens)
+
+    @property
+    def first_block(self) -> int:
+        """The first block that is sent."""
+        return self.first_token // self.layout.block_size
 
     @property
     def layer_groups(self) -> int:
@@ -77,19 +101,19 @@ class ChunkPlan:
     @property
     def num_chunks(self) -> int:
         """Chunks in all; `seq` runs from 0 to this."""
-        return -(-self.num_blocks // self.blocks_per_chunk) * self.layer_groups
+        return -(-(self.num_blocks - self.first_block) // self.blocks_per_chunk) * self.layer_groups
 
     @property
     def total_nbytes(self) -> int:
         """Payload of all chunks together."""
-        return self.num_blocks * self.layout.block_nbytes
+        return (self.num_blocks - self.first_block) * self.layout.block_nbytes
 
     def chunk(self, seq: int) -> Chunk:
         """What chunk `seq` holds. Raises IndexError outside the plan."""
         if not 0 <= seq < self.num_chunks:
             raise IndexError(f"chunk {seq} of {self.num_chunks}")
         block_group, layer_group = divmod(seq, self.layer_groups)
-        block_begin = block_group * self.blocks_per_chunk
+        block_begin = self.first_block + block_group * self.blocks_per_chunk
         block_end = min(block_begin + self.blocks_per_chunk, self.num_blocks)
         layer_begin = layer_group * self.layers_per_chunk
         layer_end = min(layer_begin + self.layers_per_chunk, self.layout.num_layers)
@@ -125,11 +149,11 @@ class ChunkPlan:
         """Chunks 0 … n-1 hold only tokens below the immutable frontier `num_final_tokens`; returns n."""
         if num_final_tokens >= self.num_tokens:
             return self.num_chunks
-        full_blocks = num_final_tokens // self.layout.block_size
+        full_blocks = max(0, num_final_tokens // self.layout.block_size - self.first_block)
         return full_blocks // self.blocks_per_chunk * self.layer_groups
 
     @property
     def plan_hash(self) -> int:
         """64 bits that differ if the two sides would cut differently."""
-        key = (self.num_tokens, self.blocks_per_chunk, self.layers_per_chunk, *astuple(self.layout))
+        key = (self.first_token, self.num_tokens, self.blocks_per_chunk, self.layers_per_chunk, *astuple(self.layout))
         return xxhash.xxh3_64_intdigest(repr(key).encode())

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kv_transfer.messages import Abort, Commit, Quiet, Renew, ToPrefill
+from kv_transfer.plan import ChunkPlan
 from pdserve.types import HandoffId
 
 
@@ -27,13 +28,9 @@ class Offer:
     """What does not change during a hand-off."""
 
     id: HandoffId
-    num_chunks: int
+    plan: ChunkPlan
+    """For all tokens. That of a ticket may leave out leading ones, see `Push`."""
     timers: PrefillTimers
-
-    @property
-    def all_chunks(self) -> int:
-        """Mask of the whole plan."""
-        return (1 << self.num_chunks) - 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,8 +53,8 @@ class Reserving:
     """Waiting for room. P owns the source blocks; D holds nothing, or a reservation that P has not heard of."""
 
     offer: Offer
-    ready: int
-    """Chunks whose bytes are final."""
+    num_final_tokens: int
+    """Leading tokens whose KV is final."""
     first_token: int | None
     """Set once the caller has asked for the commit."""
     committed_nonce: int = 0
@@ -75,8 +72,10 @@ class Push:
     """How far the chunks of one ticket have come."""
 
     nonce: int
-    ready: int
-    """Chunks whose bytes are final."""
+    plan: ChunkPlan
+    """What of the tokens the decode worker lacks."""
+    num_final_tokens: int
+    """Leading tokens whose KV is final."""
     posted: int = 0
     """Chunks given to the transport and not refused since."""
     reading: int = 0
@@ -96,6 +95,16 @@ class Push:
     """P's view: D granted at least this when it last answered."""
     renew_at: float = 0.0
     """Not before this is Renew sent again."""
+
+    @property
+    def ready(self) -> int:
+        """Chunks whose bytes are final."""
+        return (1 << self.plan.num_sendable(self.num_final_tokens)) - 1
+
+    @property
+    def all_posted(self) -> bool:
+        """Whether every chunk of the plan is out."""
+        return self.posted == (1 << self.plan.num_chunks) - 1
 
     @property
     def outstanding(self) -> int:
@@ -168,9 +177,9 @@ PrefillState = Reserving | Pushing | Committing | Aborting | Done | Failed
 
 @dataclass(frozen=True, slots=True)
 class Computed:
-    """The immutable frontier has moved: chunks 0 … num_sendable-1 are final."""
+    """The immutable frontier has moved: the KV of the first `num_final_tokens` tokens is final."""
 
-    num_sendable: int
+    num_final_tokens: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -54,6 +54,7 @@ from kv_transfer.prefill_states import (
     Window,
 )
 from kv_transfer.table import InvalidTransition
+from pdserve.errors import InvalidRequestError
 
 MAX_REPOSTS = 3
 """A chunk that has been refused more often ends the hand-off."""
@@ -69,7 +70,11 @@ def start(offer: Offer, now: float) -> Reserving:
     """State of a new hand-off. Nothing is sent before LinkUp."""
     timers = offer.timers
     return Reserving(
-        offer=offer, ready=0, first_token=None, deadline=now + timers.reserve_timeout_s, resend_at=now + timers.resend_s
+        offer=offer,
+        num_final_tokens=0,
+        first_token=None,
+        deadline=now + timers.reserve_timeout_s,
+        resend_at=now + timers.resend_s,
     )
 
 
@@ -105,7 +110,7 @@ def _restart(s: Pushing, now: float) -> Result:
         return _fail(s.offer, _unless_settled(failure, s.push.commit_sent))
     state = replace(
         start(s.offer, now),
-        ready=s.push.ready,
+        num_final_tokens=s.push.num_final_tokens,
         first_token=s.push.first_token,
         committed_nonce=s.push.nonce if s.push.commit_sent else 0,
         restarts=s.push.restarts + 1,
@@ -145,7 +150,7 @@ def _owned_by_decode(s: Holding, now: float) -> Result:
 
 def _advance(offer: Offer, push: Push, now: float) -> Result:
     """Pushing with `push`, or Committing if that was the last thing missing."""
-    if push.first_token is None or push.reading or push.posted != offer.all_chunks:
+    if push.first_token is None or push.reading or not push.all_posted:
         return Pushing(offer=offer, push=push), ()
     timers = offer.timers
     state = Committing(
@@ -186,9 +191,16 @@ def _renew_if_short(s: Holding, now: float) -> tuple[Push, tuple[PrefillAction, 
 
 
 def _granted(s: Reserving, e: Grant, now: float) -> Result:
+    try:
+        plan = s.offer.plan.after(e.num_held_tokens)
+    except InvalidRequestError as error:
+        return _mistaken_grant(s, e, error.message)
+    if plan.plan_hash != e.plan_hash:
+        return _mistaken_grant(s, e, f"the two workers cut tokens {plan.first_token} to {plan.num_tokens} differently")
     push = Push(
         nonce=e.nonce,
-        ready=s.ready,
+        plan=plan,
+        num_final_tokens=s.num_final_tokens,
         first_token=s.first_token,
         restarts=s.restarts,
         one_sided=s.one_sided,
@@ -197,6 +209,11 @@ def _granted(s: Reserving, e: Grant, now: float) -> Result:
         lease_until=now + e.lease_s,
     )
     return Pushing(offer=s.offer, push=push), (NotifyGranted(),)
+
+
+def _mistaken_grant(s: Reserving, e: Grant, message: str) -> Result:
+    failure = Failure(code="incompatible_workers", message=f"the decode worker granted nonsense: {message}")
+    return _fail(s.offer, _unless_settled(failure, bool(s.committed_nonce)), Send(Abort(e.id, e.nonce)))
 
 
 def _granted_again(s: Holding, e: Grant, now: float) -> Result:
@@ -225,7 +242,7 @@ def _gone(s: Holding, e: Gone, now: float) -> Result:
 
 
 def _acked(s: Holding, e: ChunkAck, now: float) -> Result:
-    if e.nonce != s.push.nonce or not 0 <= e.seq < s.offer.num_chunks:
+    if e.nonce != s.push.nonce or not 0 <= e.seq < s.push.plan.num_chunks:
         return s, ()
     bit = 1 << e.seq
     push = replace(
@@ -242,7 +259,7 @@ def _acked(s: Holding, e: ChunkAck, now: float) -> Result:
 
 
 def _is_out(s: Holding, seq: int) -> bool:
-    return 0 <= seq < s.offer.num_chunks and bool(s.push.outstanding >> seq & 1)
+    return 0 <= seq < s.push.plan.num_chunks and bool(s.push.outstanding >> seq & 1)
 
 
 def _nak(s: Holding, e: ChunkNak | PostFailed, now: float) -> Result:
@@ -288,11 +305,12 @@ def _renewed(s: Holding, e: RenewAck, now: float) -> Result:
 
 
 def _buffer(s: Reserving, e: Computed, now: float) -> Result:
-    return replace(s, ready=s.ready | (1 << e.num_sendable) - 1), ()
+    return replace(s, num_final_tokens=max(s.num_final_tokens, e.num_final_tokens)), ()
 
 
 def _computed(s: Pushing, e: Computed, now: float) -> Result:
-    return replace(s, push=replace(s.push, ready=s.push.ready | (1 << e.num_sendable) - 1)), ()
+    num_final_tokens = max(s.push.num_final_tokens, e.num_final_tokens)
+    return replace(s, push=replace(s.push, num_final_tokens=num_final_tokens)), ()
 
 
 def _post(s: Pushing, e: Window, now: float) -> Result:

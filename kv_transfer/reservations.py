@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -56,6 +56,17 @@ DRAINING_RETRY_S = 1.0
 """Hint to a prefill worker that asks a draining worker: long enough for the router to have heard of it."""
 
 
+@dataclass(frozen=True, slots=True)
+class Room:
+    """Where a hand-off's tokens go."""
+
+    blocks: tuple[int, ...]
+    """For all tokens, in order."""
+    num_held_tokens: int
+    """Leading tokens, whole blocks but never all, whose KV is there already; the blocks stay as they are until the
+    release. 0 without a prefix cache."""
+
+
 class Admission(Protocol):
     """The decode worker, as seen from its receiver. Every call is made in the event loop and must not block.
 
@@ -63,8 +74,8 @@ class Admission(Protocol):
     `release` the same id may be reserved again (its link broke).
     """
 
-    def reserve(self, job: GenerationJob, handoff: HandoffId, num_tokens: int) -> Sequence[int] | Busy:
-        """Destination blocks for `num_tokens` tokens, in order, or Busy if there is no room now.
+    def reserve(self, job: GenerationJob, handoff: HandoffId, num_tokens: int) -> Room | Busy:
+        """Destination blocks for `num_tokens` tokens, or Busy if there is no room now.
 
         A PdServeError means never; P is told its code and message.
         """
@@ -246,7 +257,7 @@ class Reservations:
         if self.draining:
             return NoRoom(DRAINING_RETRY_S)
         try:
-            plan = self._plan(entry, message)
+            whole_plan = self._plan(entry, message)
             answer = self._admission.reserve(message.job, message.id, message.num_tokens)
         except PdServeError as error:
             return Unservable(error.code, error.message)
@@ -255,16 +266,17 @@ class Reservations:
             return Unservable("internal", "the decode worker failed to admit it; see its log")
         if isinstance(answer, Busy):
             return NoRoom(answer.retry_after_s)
-        assert len(answer) == plan.num_blocks, f"{plan.num_blocks} blocks asked for, got {len(answer)}"
+        plan = whole_plan.after(answer.num_held_tokens)
+        assert len(answer.blocks) == plan.num_blocks, f"{plan.num_blocks} blocks needed, got {len(answer.blocks)}"
         self._by_nonce.pop(entry.nonce, None)
         entry.plan = plan
-        entry.blocks = tuple(answer)
+        entry.blocks = answer.blocks
         entry.nonce = secrets.randbits(63) + 1
         self._by_nonce[entry.nonce] = message.id
-        return Allocated(entry.nonce, link, plan.num_chunks)
+        return Allocated(entry.nonce, link, plan.num_chunks, answer.num_held_tokens, plan.plan_hash)
 
     def _plan(self, entry: _Entry, message: Reserve) -> ChunkPlan:
-        """The plan that both sides must agree on. Raises a PdServeError that names the field at fault."""
+        """The plan for all tokens, on which both must agree. Raises a PdServeError that names the field at fault."""
         if (message.job.request_id, message.job.attempt) != (message.id.request_id, message.id.attempt):
             raise InvalidRequestError(f"Reserve {message.id}: its job is another request's", field="job")
         if message.num_tokens > self._max_tokens:

@@ -4,10 +4,20 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass, field
-from typing import NewType
+from typing import Final, NewType
 
 Incarnation = NewType("Incarnation", str)
 """Random hex made at process start; tells a worker from the one that had its address before."""
+
+
+MAX_PENALTY: Final = 2.0
+"""Of presence and frequency penalties, either way."""
+MAX_REPETITION_PENALTY: Final = 100.0
+"""Beyond it common logits could leave the range of a float32."""
+MAX_LOGIT_BIAS: Final = 100.0
+"""Of a logit's bias, either way: enough to exclude a token or to draw no other."""
+MAX_LOGPROBS: Final = 20
+"""Most likely tokens that can be reported at one place."""
 
 
 class Role(enum.StrEnum):
@@ -36,11 +46,41 @@ class SamplingParams:
     min_p: float = 0.0
     seed: int = 0
     """Unsigned 64-bit. Noise is a pure function of (seed, position, token id)."""
+    presence_penalty: float = 0.0
+    """Subtracted from the logit of every token that is in the output."""
+    frequency_penalty: float = 0.0
+    """Subtracted from the logit of a token once for each time that it is in the output."""
+    repetition_penalty: float = 1.0
+    """Divides the positive, multiplies the negative logits of tokens in the prompt or the output. 1 is off."""
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    """Pairs of token id and what is added to its logit; no id twice."""
 
     @property
     def greedy(self) -> bool:
         """Whether the most likely token is always taken."""
         return self.temperature == 0.0
+
+    @property
+    def penalizes(self) -> bool:
+        """Whether tokens that were drawn change the logits of those to come."""
+        return self.presence_penalty != 0.0 or self.frequency_penalty != 0.0 or self.repetition_penalty != 1.0
+
+    @property
+    def edits_logits(self) -> bool:
+        """Whether a bias or a penalty may change a logit."""
+        return bool(self.logit_bias) or self.penalizes
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """Log-probabilities at one place of a sequence, by the model alone: natural log-softmax of its raw logits."""
+
+    token_id: int
+    """The token that is there."""
+    logprob: float
+    """Of that token."""
+    top: tuple[tuple[int, float], ...] = ()
+    """The most likely tokens and theirs, best first. `token_id` need not be among them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,6 +100,11 @@ class GenerationJob:
     stop_token_ids: tuple[int, ...] = ()
     """Every id that ends the output."""
     sampling: SamplingParams = field(default_factory=SamplingParams)
+    num_logprobs: int | None = None
+    """Report the log-probability of each token drawn, and of so many of the most likely ones. None: nothing."""
+    num_prompt_logprobs: int | None = None
+    """The same for the tokens of the prompt, from the second on. They need the whole prompt to be computed: no part
+    of it may be taken from a prefix cache."""
     deadline: float | None = None
     """`time.monotonic()` of this process after which the work is pointless."""
 
@@ -122,10 +167,14 @@ class WorkerStats:
     num_transferring: int = 0
     queued_tokens: int = 0
     blocks_in_use: int = 0
+    blocks_cached: int = 0
     blocks_total: int = 0
     prefill_tokens_total: int = 0
     generated_tokens_total: int = 0
     kv_bytes_total: int = 0
     failed_handoffs_total: int = 0
     steps_total: int = 0
+    cached_tokens_total: int = 0
+    preemptions_total: int = 0
+    recomputed_tokens_total: int = 0
     draining: bool = False

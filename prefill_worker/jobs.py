@@ -6,6 +6,7 @@ import enum
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from pdserve.engine.block_hash import BlockHashes
 from pdserve.errors import OverloadedError, PdServeError
 from pdserve.types import DecodeTarget, GenerationJob, HandoffId
 from pdserve.worker.events import JobFailed, PrefillEvent
@@ -43,8 +44,12 @@ class Job:
     job: GenerationJob
     router_id: str
     """The router whose session it came by; it gets the events."""
-    num_blocks: int
+    hashes: BlockHashes
     arrived_at: float
+    number: int
+    """Of its arrival: the smaller came first."""
+    work_at_arrival: int
+    """Tokens that this worker had computed when it came."""
     candidates: Candidates
     state: JobState = JobState.QUEUED
     not_before: float = 0.0
@@ -52,6 +57,9 @@ class Job:
     target: DecodeTarget | None = None
     """Decode worker with a reservation of this job, or asked for one."""
     num_computed: int = 0
+    """Leading tokens whose KV is in its blocks, those found in the prefix cache included."""
+    num_cached: int = 0
+    """Those found there, when it got its blocks."""
     first_token: int = -1
     started_at: float = 0.0
     first_token_at: float = 0.0
@@ -118,21 +126,6 @@ DEFAULT_RETRY_S = 0.1
 
 
 @dataclass(frozen=True, slots=True)
-class AllocateBlocks:
-    """Take `num_blocks` blocks for the job; the scheduler has counted that they are free."""
-
-    key: HandoffId
-    num_blocks: int
-
-
-@dataclass(frozen=True, slots=True)
-class FreeBlocks:
-    """Give the job's blocks back."""
-
-    key: HandoffId
-
-
-@dataclass(frozen=True, slots=True)
 class Reserve:
     """Begin a hand-off to `target` and ask it for room. Answered by `reserved` or `handoff_failed`."""
 
@@ -178,7 +171,7 @@ class Forget:
     key: HandoffId
 
 
-Action = AllocateBlocks | FreeBlocks | Forget | Reserve | Advance | Commit | AbortHandoff | Emit
+Action = Forget | Reserve | Advance | Commit | AbortHandoff | Emit
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,16 +1,29 @@
 """Which prompt is computed next, and what becomes of it: the pure core of the prefill worker.
 
-Events go in, actions come out. It knows no clock, socket, tensor or block id: it counts blocks, and its actions keep
-the block manager's count equal to its own. After every event call `take_actions`.
+Events go in, actions come out. It knows no clock, socket, tensor or block id; whether blocks are there it asks
+`SequenceBlocks`. After every event call `take_actions`.
 
-Order is first come, first served. A prompt whose blocks do not fit holds those behind it back, so that short ones
-cannot starve a long one; one that waits for a busy decode worker does not, because the others may go elsewhere.
+Order: shortest remaining prompt first, with ageing. Each step takes its tokens from the jobs with the smallest
+
+    rank = tokens left to compute + AGEING * tokens that this worker had computed when the job came
+
+Long prompts are cut at the step's budget and the next step is planned anew, so a short prompt waits for at most one
+step of a long one. Nobody starves: a job that comes after the worker has computed another L / AGEING tokens ranks
+behind one that came with L, however short it is. So a prompt of L tokens may be overtaken by what
+comes while the worker computes 4 L tokens, and by nothing later. The measure is work, not time: it means the same on a
+slow machine and on a fast one, and the same events give the same order. What is computed does not depend on it.
+
+Blocks are given out in the same order. A prompt whose blocks do not fit holds those behind it back; one that waits for
+a busy decode worker does not, because the others may go elsewhere.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
 
+from pdserve.engine.sequence_blocks import SequenceBlocks
 from pdserve.errors import (
     CancelledError,
     DeadlineExceededError,
@@ -22,8 +35,8 @@ from pdserve.errors import (
     StaleAttemptError,
     UnavailableError,
 )
-from pdserve.types import DecodeTarget, GenerationJob, HandoffId
-from pdserve.worker.events import FirstToken, HandedOff, JobFailed, PrefillEvent, PrefillStarted
+from pdserve.types import DecodeTarget, GenerationJob, HandoffId, TokenLogprobs
+from pdserve.worker.events import FirstToken, HandedOff, JobFailed, PrefillEvent, PrefillStarted, PromptLogprobs
 from pdserve.worker.limits import JobLimits
 from prefill_worker.jobs import (
     RUNNABLE_STATES,
@@ -31,24 +44,28 @@ from prefill_worker.jobs import (
     AbortHandoff,
     Action,
     Advance,
-    AllocateBlocks,
     Candidates,
     Commit,
     Emit,
     Forget,
-    FreeBlocks,
     Job,
     JobState,
     PlannedChunk,
     Reserve,
 )
 
+AGEING = 0.25
+"""Weight of the work done before a job came. Larger is nearer to first come, first served: fairer to long prompts, and
+slower on average."""
+
 RESERVE_AHEAD_STEPS = 4
-"""Prompts worth this many steps are admitted before their turn, so that the decode worker's answer is there when the
-engine gets to them. More would only let reservations sit at decode workers that others could use."""
+"""A job is admitted when prompts worth less than this many steps are ahead of it, so that the decode worker's answer is
+there when the engine gets to it. More would only let reservations sit at decode workers that others could use."""
 
 HOLD_S = 30.0
 """How long a computed prompt may keep its blocks while every decode worker is busy, before the router has to decide."""
+
+_NOTHING: Mapping[HandoffId, Any] = MappingProxyType({})
 
 _FINAL_ERRORS = (InvalidRequestError, DeadlineExceededError)
 """What no other attempt of the same request changes."""
@@ -61,21 +78,21 @@ class PrefillScheduler:
         self,
         *,
         worker_id: str,
-        num_blocks: int,
-        block_size: int,
+        blocks: SequenceBlocks,
         max_batch_tokens: int,
         max_waiting: int,
         limits: JobLimits,
     ) -> None:
         self._worker_id = worker_id
-        self._num_blocks = num_blocks
-        self._num_free_blocks = num_blocks
-        self._block_size = block_size
+        self._blocks = blocks
         self._max_batch_tokens = max_batch_tokens
         self._max_waiting = max_waiting
         self._limits = limits
         self._jobs: dict[HandoffId, Job] = {}
         """In order of arrival."""
+        self._num_submitted = 0
+        self._num_computed_tokens = 0
+        self._num_cached_tokens = 0
         self._step: dict[HandoffId, PlannedChunk] = {}
         """What the engine computes now."""
         self._draining = False
@@ -89,9 +106,9 @@ class PrefillScheduler:
         return len(self._jobs)
 
     @property
-    def num_free_blocks(self) -> int:
-        """Blocks that no job holds."""
-        return self._num_free_blocks
+    def num_cached_tokens(self) -> int:
+        """Tokens found in the prefix cache by all jobs that have begun so far."""
+        return self._num_cached_tokens
 
     @property
     def draining(self) -> bool:
@@ -147,7 +164,7 @@ class PrefillScheduler:
                 raise StaleAttemptError(
                     f"attempt {job.attempt} of {job.request_id} comes after attempt {other.attempt}"
                 )
-            self._end(self._jobs[other])
+            self._drop(self._jobs[other])
         if self._draining:
             raise UnavailableError(f"prefill worker {self._worker_id} is draining")
         if self.count(JobState.QUEUED) >= self._max_waiting:
@@ -155,22 +172,25 @@ class PrefillScheduler:
         self._jobs[key] = Job(
             job=job,
             router_id=router_id,
-            num_blocks=-(-job.num_known_tokens // self._block_size),
+            hashes=self._blocks.chain(),
             arrived_at=now,
+            number=self._num_submitted,
+            work_at_arrival=self._num_computed_tokens,
             candidates=Candidates(targets),
         )
+        self._num_submitted += 1
         self._admit(now)
 
     def cancel(self, key: HandoffId, now: float) -> None:
         """The router does not want the job any more. It gets no further event of it."""
         if (job := self._jobs.get(key)) is not None:
-            self._end(job)
+            self._drop(job)
             self._admit(now)
 
     def router_lost(self, router_id: str, now: float) -> None:
         """Nobody is there for the jobs of this router."""
         for job in [job for job in self._jobs.values() if job.router_id == router_id]:
-            self._end(job)
+            self._drop(job)
         self._admit(now)
 
     def drain(self) -> None:
@@ -201,6 +221,8 @@ class PrefillScheduler:
             return
         if job.state is JobState.RESERVING:
             job.state = JobState.READY
+            if job.num_cached:
+                self._do(Advance(key, job.num_cached))
         elif job.state is JobState.REHOMING:
             job.state = JobState.COMMITTING
             self._do(Advance(key, job.num_tokens), Commit(key, job.first_token))
@@ -268,37 +290,51 @@ class PrefillScheduler:
     # Steps ------------------------------------------------------------------------------------------------------------
 
     def plan_step(self, now: float) -> list[PlannedChunk]:
-        """The next step: at most `max_batch_tokens` tokens, oldest jobs first. Empty if nothing can be computed."""
+        """The next step: at most `max_batch_tokens` tokens, in order of rank. Empty if nothing can be computed."""
         assert not self._step, "a step is running"
         budget = self._max_batch_tokens
-        for job in self._jobs.values():
+        for job in sorted((j for j in self._jobs.values() if j.state in RUNNABLE_STATES), key=_rank):
             if budget == 0:
                 break
-            if job.state not in RUNNABLE_STATES:
-                continue
             length = min(job.num_left, budget)
             budget -= length
             is_last = length == job.num_left
             self._step[job.key] = PlannedChunk(job.key, job.num_computed, length, is_last)
             if job.state is JobState.READY:
                 job.state, job.started_at = JobState.COMPUTING, now
+                self._num_cached_tokens += job.num_cached
                 decode_worker = "" if job.target is None else job.target.worker_id
                 self._emit(job, PrefillStarted(id=job.key, decode_worker=decode_worker))
         return list(self._step.values())
 
-    def step_done(self, token_ids: Mapping[HandoffId, int], now: float) -> None:
-        """The planned step is computed; `token_ids` has the token drawn for each chunk that was a job's last."""
+    def step_done(
+        self,
+        token_ids: Mapping[HandoffId, int],
+        now: float,
+        *,
+        logprobs: Mapping[HandoffId, TokenLogprobs] = _NOTHING,
+        prompt_logprobs: Mapping[HandoffId, tuple[TokenLogprobs, ...]] = _NOTHING,
+    ) -> None:
+        """The planned step is computed; `token_ids` has the token drawn for each chunk that was a job's last.
+
+        For jobs that asked, `logprobs` are those of the drawn tokens, `prompt_logprobs` those of the prompt's tokens
+        that follow the tokens of the chunk.
+        """
         step, self._step = self._step, {}
         for key, chunk in step.items():
             job = self._jobs[key]
             job.num_computed += chunk.length
+            self._num_computed_tokens += chunk.length
+            self._blocks.publish(key, job.num_computed, job.job.token_ids)
             if job.state is JobState.ENDING:
                 self._settle(job)
                 continue
             if job.needs_handoff:
                 self._do(Advance(key, job.num_computed))
+            if scored := prompt_logprobs.get(key):
+                self._emit(job, PromptLogprobs(id=key, first_index=chunk.start + 1, tokens=scored))
             if chunk.is_last:
-                self._first_token(job, token_ids[key], now)
+                self._first_token(job, token_ids[key], logprobs.get(key), now)
         self._admit(now)
 
     def step_failed(self, error: InternalError, now: float) -> None:
@@ -315,10 +351,10 @@ class PrefillScheduler:
     # Inside -----------------------------------------------------------------------------------------------------------
 
     def _check(self, job: GenerationJob, targets: Sequence[DecodeTarget], now: float) -> None:
-        if job.num_known_tokens > self._num_blocks * self._block_size:
+        if job.num_known_tokens > self._blocks.capacity_tokens:
             raise PromptTooLongError(
                 f"{job.num_known_tokens} tokens do not fit: the KV pool of prefill worker {self._worker_id} holds "
-                f"{self._num_blocks * self._block_size}",
+                f"{self._blocks.capacity_tokens}",
                 field="job.token_ids",
             )
         if job.num_remaining_tokens > 1 and not targets:
@@ -331,27 +367,33 @@ class PrefillScheduler:
         return job.state is JobState.QUEUED and job.not_before > 0
 
     def _admit(self, now: float) -> None:
-        """Give blocks to the oldest queued jobs and ask decode workers for room, as far ahead as is useful."""
-        admitted = [j.num_left for j in self._jobs.values() if j.state in RUNNABLE_STATES | {JobState.RESERVING}]
-        ahead = sum(admitted)
-        for job in self._jobs.values():
-            if ahead >= RESERVE_AHEAD_STEPS * self._max_batch_tokens:
-                break
-            if job.state is not JobState.QUEUED or now < job.not_before:
-                continue
-            if job.num_blocks > self._num_free_blocks:
-                break
-            self._num_free_blocks -= job.num_blocks
-            self._do(AllocateBlocks(job.key, job.num_blocks))
+        """Give blocks to the first queued jobs and ask decode workers for room, as far ahead as is useful."""
+        ahead = 0
+        for job in sorted((j for j in self._jobs.values() if j.state in WAITING_STATES | RUNNABLE_STATES), key=_rank):
+            if job.state is JobState.QUEUED:
+                if now < job.not_before:
+                    continue
+                if ahead >= RESERVE_AHEAD_STEPS * self._max_batch_tokens or not self._open(job):
+                    break
             ahead += job.num_left
-            job.not_before = 0.0
-            if job.needs_handoff:
-                job.state = JobState.RESERVING
-                target = job.candidates.next()
-                assert target is not None, f"{job.key} was queued without anybody to ask"
-                self._reserve(job, target)
-            else:
-                job.state = JobState.READY
+
+    def _open(self, job: Job) -> bool:
+        """Give a queued job its blocks and let it go on. False if they are not there now."""
+        # Log-probabilities of the prompt come from computing all of it.
+        reuse = job.job.num_prompt_logprobs is None
+        num_cached = self._blocks.open(job.key, job.job.token_ids, job.hashes, room=job.num_tokens, reuse=reuse)
+        if num_cached is None:
+            return False
+        job.num_computed = job.num_cached = num_cached
+        job.not_before = 0.0
+        if job.needs_handoff:
+            job.state = JobState.RESERVING
+            target = job.candidates.next()
+            assert target is not None, f"{job.key} was queued without anybody to ask"
+            self._reserve(job, target)
+        else:
+            job.state = JobState.READY
+        return True
 
     def _reserve(self, job: Job, target: DecodeTarget) -> None:
         job.target = target
@@ -364,7 +406,8 @@ class PrefillScheduler:
         elif (wait := job.candidates.end_round()) is not None:
             # Blocks that wait for a decode worker could serve a prompt that goes to another one.
             job.state, job.not_before = JobState.QUEUED, now + wait * (1 + jitter)
-            self._free(job)
+            job.num_computed = job.num_cached = 0
+            self._blocks.close(job.key)
         else:
             self._fail_handoff(job)
 
@@ -383,7 +426,7 @@ class PrefillScheduler:
         blame = "" if target is None else target.worker_id
         self._fail(job, error, retryable=not isinstance(error, _FINAL_ERRORS), blame=blame)
 
-    def _first_token(self, job: Job, token_id: int, now: float) -> None:
+    def _first_token(self, job: Job, token_id: int, logprobs: TokenLogprobs | None, now: float) -> None:
         index = job.job.first_output_index
         reason = job.job.finish_reason(index, token_id)
         job.first_token, job.first_token_at = token_id, now
@@ -396,6 +439,8 @@ class PrefillScheduler:
                 finish_reason=reason,
                 queue_s=job.started_at - job.arrived_at,
                 prefill_s=now - job.started_at,
+                logprobs=logprobs,
+                cached_tokens=job.num_cached,
             ),
         )
         if reason is not None:
@@ -406,6 +451,11 @@ class PrefillScheduler:
 
     def _fail(self, job: Job, error: PdServeError, *, blame: str, retryable: bool | None = None) -> None:
         job.failure = JobFailed.of(job.key, error, retryable=retryable, blame=blame)
+        self._end(job)
+
+    def _drop(self, job: Job) -> None:
+        """Nobody wants to hear of the job any more, not even of a failure that waits to be told."""
+        job.failure = None
         self._end(job)
 
     def _end(self, job: Job) -> None:
@@ -423,12 +473,8 @@ class PrefillScheduler:
 
     def _settle(self, job: Job) -> None:
         if job.target is None and job.key not in self._step:
-            self._free(job)
+            self._blocks.close(job.key)
             self._forget(job)
-
-    def _free(self, job: Job) -> None:
-        self._num_free_blocks += job.num_blocks
-        self._do(FreeBlocks(job.key))
 
     def _forget(self, job: Job) -> None:
         del self._jobs[job.key]
@@ -441,3 +487,8 @@ class PrefillScheduler:
 
     def _do(self, *actions: Action) -> None:
         self._actions.extend(actions)
+
+
+def _rank(job: Job) -> tuple[float, int]:
+    """See the module; ties go to who came first."""
+    return job.num_left + AGEING * job.work_at_arrival, job.number

@@ -14,8 +14,10 @@ from grpc.aio import ServicerContext
 from kv_transfer import HandoffResult, HandoffSender
 from kv_transfer.settings import transfer_config
 from pdserve.config import Config
-from pdserve.engine.batch import SampleRequest, SequenceChunk, build_batch
-from pdserve.engine.block_manager import BlockManager, Blocks
+from pdserve.engine.batch import SampleRequest, ScoreRequest, SequenceChunk, build_batch
+from pdserve.engine.block_hash import BlockHasher
+from pdserve.engine.logit_edits import SequenceEdits
+from pdserve.engine.sequence_blocks import SequenceBlocks
 from pdserve.errors import InternalError, OverloadedError, PdServeError, UnavailableError
 from pdserve.logs import configure_logging
 from pdserve.rpc.codec import stats_to_proto, worker_info_to_proto
@@ -34,7 +36,7 @@ from pdserve.worker.events import (
     PrefillEvent,
     Submit,
 )
-from pdserve.worker.host import STUCK_STEP_S, WorkerHost
+from pdserve.worker.host import WorkerHost
 from pdserve.worker.limits import JobLimits
 from pdserve.worker.model import EngineFactory
 from pdserve.worker.process import run_worker
@@ -46,11 +48,9 @@ from prefill_worker.jobs import (
     WAITING_STATES,
     AbortHandoff,
     Advance,
-    AllocateBlocks,
     Commit,
     Emit,
     Forget,
-    FreeBlocks,
     PlannedChunk,
     Reserve,
 )
@@ -70,22 +70,16 @@ class PrefillService(worker_pb2_grpc.PrefillWorkerServicer):
     awaiting anything in between.
     """
 
-    def __init__(
-        self, config: Config, *, engine_factory: EngineFactory | None = None, stuck_step_s: float = STUCK_STEP_S
-    ) -> None:
-        """`engine_factory` replaces loading the configured model. A step longer than `stuck_step_s` has hung."""
+    def __init__(self, config: Config, *, engine_factory: EngineFactory | None = None) -> None:
+        """`engine_factory` replaces loading the configured model."""
         self._config = config
-        self._host = WorkerHost(
-            Role.PREFILL, config, config.prefill, engine_factory=engine_factory, stuck_step_s=stuck_step_s
-        )
+        self._host = WorkerHost(Role.PREFILL, config, config.prefill, engine_factory=engine_factory)
         self._scheduler: PrefillScheduler
-        self._blocks: BlockManager
+        self._blocks: SequenceBlocks
         self._handoffs: Handoffs
         self._sender: HandoffSender | None = None
         self._hub: Hub | None = None
         self._jobs: dict[HandoffId, GenerationJob] = {}
-        self._held: dict[HandoffId, Blocks] = {}
-        """Blocks of each job that owns any."""
         self._first_token_at: dict[HandoffId, float] = {}
         self._wake = asyncio.Event()
         """Something may have become computable."""
@@ -99,11 +93,11 @@ class PrefillService(worker_pb2_grpc.PrefillWorkerServicer):
         config, host = self._config, self._host
         await host.open([SERVICE_NAME])
         info, engine = host.info, host.runner.engine
-        self._blocks = BlockManager(engine.num_blocks)
+        hasher = BlockHasher(model_fingerprint=info.model_fingerprint, block_size=engine.layout.block_size)
+        self._blocks = SequenceBlocks(engine.num_blocks, hasher)
         self._scheduler = PrefillScheduler(
             worker_id=info.worker_id,
-            num_blocks=engine.num_blocks,
-            block_size=engine.layout.block_size,
+            blocks=self._blocks,
             max_batch_tokens=config.prefill.max_batch_tokens,
             max_waiting=config.prefill.max_waiting,
             limits=JobLimits(vocab_size=engine.config.vocab_size, max_model_len=info.max_model_len),
@@ -159,7 +153,9 @@ class PrefillService(worker_pb2_grpc.PrefillWorkerServicer):
             num_transferring=scheduler.num_transferring,
             queued_tokens=scheduler.queued_tokens,
             blocks_in_use=self._blocks.num_used,
+            blocks_cached=self._blocks.num_cached,
             blocks_total=self._blocks.num_blocks,
+            cached_tokens_total=scheduler.num_cached_tokens,
             prefill_tokens_total=runner.num_query_tokens,
             generated_tokens_total=runner.num_sampled_tokens,
             kv_bytes_total=self._sender.stats.bytes_posted,
@@ -169,9 +165,8 @@ class PrefillService(worker_pb2_grpc.PrefillWorkerServicer):
         )
 
     def check_integrity(self) -> None:
-        """Assert that the scheduler and the block manager agree, and that neither contradicts itself."""
+        """Assert that every block is accounted for."""
         self._blocks.check_integrity()
-        assert self._blocks.num_free == self._scheduler.num_free_blocks, "scheduler and block manager disagree"
 
     # gRPC -------------------------------------------------------------------------------------------------------------
 
@@ -285,14 +280,8 @@ class PrefillService(worker_pb2_grpc.PrefillWorkerServicer):
         events: defaultdict[str, list[PrefillEvent]] = defaultdict(list)
         for action in self._scheduler.take_actions():
             match action:
-                case AllocateBlocks(key, num_blocks):
-                    blocks = self._blocks.allocate(num_blocks)
-                    assert blocks is not None, "the scheduler counts other blocks than the block manager"
-                    self._held[key] = blocks
-                case FreeBlocks(key):
-                    self._blocks.free(self._held.pop(key))
                 case Reserve(key, target):
-                    self._handoffs.reserve(self._jobs[key], target, self._held[key].ids)
+                    self._handoffs.reserve(self._jobs[key], target, self._blocks.ids(key))
                 case Advance(key, num_tokens):
                     self._handoffs.advance(key, num_tokens)
                 case Commit(key, first_token):
@@ -333,8 +322,13 @@ class PrefillService(worker_pb2_grpc.PrefillWorkerServicer):
                 if runner.broken:
                     raise
                 continue
-            drawn = dict(zip((c.key for c in plan if c.is_last), result.token_ids, strict=True))
-            self._scheduler.step_done(drawn, time.monotonic())
+            drawing = [c.key for c in plan if c.is_last]
+            self._scheduler.step_done(
+                dict(zip(drawing, result.token_ids, strict=True)),
+                time.monotonic(),
+                logprobs={drawing[row]: logprobs for row, logprobs in result.logprobs.items()},
+                prompt_logprobs={plan[number].key: tokens for number, tokens in result.prompt_logprobs.items()},
+            )
             self._carry_out()
 
     def _chunk(self, chunk: PlannedChunk) -> SequenceChunk:
@@ -342,12 +336,15 @@ class PrefillService(worker_pb2_grpc.PrefillWorkerServicer):
         return SequenceChunk(
             token_ids=job.token_ids[chunk.start : chunk.start + chunk.length],
             start_position=chunk.start,
-            block_table=self._held[chunk.key].ids,
-            sample=SampleRequest.for_job(job, job.first_output_index) if chunk.is_last else None,
+            block_table=self._blocks.ids(chunk.key),
+            sample=SampleRequest.for_job(job, job.first_output_index, SequenceEdits.for_job(job))
+            if chunk.is_last
+            else None,
+            score=ScoreRequest.for_prompt(job, chunk.start, chunk.length),
         )
 
 
 def main(config: Config) -> int:
-    """Run a prefill worker until it is told to stop. Returns the exit code."""
+    """Run a prefill worker until it is told to stop; see `run_worker`."""
     configure_logging(config.log, config.prefill.worker_id or Role.PREFILL.value)
     return run_worker(lambda: PrefillService(config))

@@ -12,7 +12,7 @@ import grpc
 import pdserve
 from pdserve.config.schema import RouterSection
 from pdserve.errors import InternalError, InvalidRequestError, NotFoundError, PdServeError
-from pdserve.rpc.codec import finish_to_proto, stats_to_proto, worker_info_to_proto
+from pdserve.rpc.codec import finish_to_proto, logprobs_to_proto, stats_to_proto, worker_info_to_proto
 from pdserve.rpc.v1 import inference_pb2 as pb
 from pdserve.rpc.v1 import inference_pb2_grpc as pb_grpc
 from pdserve.store.requests import RequestRecords
@@ -239,6 +239,8 @@ def _response(request: Request, response: Response) -> pb.GenerateResponse:
         seq=response.seq,
         token_ids=response.delta.token_ids,
         text_delta=response.delta.text,
+        logprobs=logprobs_to_proto(response.delta.logprobs) if response.delta.logprobs else None,
+        prompt_logprobs=logprobs_to_proto(response.delta.prompt_logprobs) if response.delta.prompt_logprobs else None,
     )
     if response.summary is not None:
         _add_summary(message, response.summary)

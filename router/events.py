@@ -7,9 +7,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from pdserve.rpc.codec import finish_from_proto, job_to_proto, stats_from_proto, target_to_proto, worker_info_from_proto
+from pdserve.rpc.codec import (
+    finish_from_proto,
+    job_to_proto,
+    logprobs_from_proto,
+    stats_from_proto,
+    target_to_proto,
+    worker_info_from_proto,
+)
 from pdserve.rpc.v1 import worker_pb2 as pb
-from pdserve.types import DecodeTarget, FinishReason, GenerationJob, WorkerStats
+from pdserve.types import DecodeTarget, FinishReason, GenerationJob, TokenLogprobs, WorkerStats
 from pdserve.worker_info import WorkerInfo
 
 
@@ -21,6 +28,17 @@ class PrefillStarted:
     attempt: int
     decode_worker: str
     """Worker id of the holder of the reservation; empty if the request ends with its first token."""
+
+
+@dataclass(frozen=True, slots=True)
+class PromptLogprobs:
+    """Log-probabilities of a part of the prompt. All parts come before the first token."""
+
+    request_id: str
+    attempt: int
+    first_index: int
+    """Index in the prompt of the first of `tokens`."""
+    tokens: tuple[TokenLogprobs, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +54,8 @@ class FirstToken:
     prefill_s: float
     """Seconds of compute, by the worker's clock."""
     num_cached_tokens: int
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    """Of the token, if asked for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +84,8 @@ class StepTokens:
     first_step_s: float
     """Seconds of the request's first step; 0 in later ones."""
     num_local_prefill_tokens: int
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    """Of `token_ids`, if asked for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +102,7 @@ class JobFailed:
     """Worker id to leave out of the next attempt; may be empty."""
 
 
-WorkerEvent = PrefillStarted | FirstToken | HandedOff | StepTokens | JobFailed
+WorkerEvent = PrefillStarted | PromptLogprobs | FirstToken | HandedOff | StepTokens | JobFailed
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,6 +200,9 @@ def _prefill_event(event: pb.PrefillEvent) -> WorkerEvent | None:
         case "started":
             started = event.started
             return PrefillStarted(started.request_id, started.attempt, started.decode_worker)
+        case "prompt_logprobs":
+            part = event.prompt_logprobs
+            return PromptLogprobs(part.request_id, part.attempt, part.first_index, logprobs_from_proto(part.logprobs))
         case "first_token":
             first = event.first_token
             return FirstToken(
@@ -188,6 +213,7 @@ def _prefill_event(event: pb.PrefillEvent) -> WorkerEvent | None:
                 finish_reason=finish_from_proto(first.finish_reason),
                 prefill_s=first.prefill_s,
                 num_cached_tokens=first.cached_tokens,
+                logprobs=logprobs_from_proto(first.logprobs),
             )
         case "handed_off":
             done = event.handed_off
@@ -217,6 +243,7 @@ def _decode_event(event: pb.DecodeEvent) -> WorkerEvent | None:
                 finish_reason=finish_from_proto(tokens.finish_reason),
                 first_step_s=tokens.first_step_s,
                 num_local_prefill_tokens=tokens.local_prefill_tokens,
+                logprobs=logprobs_from_proto(tokens.logprobs),
             )
         case "failed":
             return _failed(event.failed)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from pdserve.errors import InternalError
 from pdserve.tokenizer import IncrementalDetokenizer, StopStringMatcher, Tokenizer
-from pdserve.types import FinishReason
+from pdserve.types import FinishReason, TokenLogprobs
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +32,8 @@ class TokenSequence:
         self._max_tokens = max_tokens
         self._tokens: list[int] = []
         self._waiting: dict[int, int] = {}
+        self._logprobs: dict[int, TokenLogprobs] = {}
+        """By index, until they are taken."""
         self._end: tuple[int, FinishReason] | None = None
         """Number of tokens at the end, and why it ends."""
 
@@ -45,7 +47,13 @@ class TokenSequence:
         """Why the output ends, once every token up to the end is there."""
         return self._end[1] if self._end is not None and len(self._tokens) >= self._end[0] else None
 
-    def add(self, first_index: int, token_ids: Sequence[int], finish: FinishReason | None) -> list[int]:
+    def add(
+        self,
+        first_index: int,
+        token_ids: Sequence[int],
+        finish: FinishReason | None,
+        logprobs: Sequence[TokenLogprobs] = (),
+    ) -> list[int]:
         """Take tokens from `first_index` on, of which the last one ends the output if `finish` is set.
 
         Returns the tokens that became part of the gapless run. Raises InternalError for an index that this output
@@ -58,6 +66,9 @@ class TokenSequence:
             if end < len(self._tokens):
                 raise InternalError(f"a worker ended the output after {end} tokens, {len(self._tokens)} are out")
             self._end = (end, finish)
+        for index, logprob in enumerate(logprobs, start=first_index):
+            if index >= len(self._tokens):
+                self._logprobs.setdefault(index, logprob)
         for index, token_id in enumerate(token_ids, start=first_index):
             if index >= len(self._tokens):
                 self._waiting.setdefault(index, token_id)
@@ -66,10 +77,45 @@ class TokenSequence:
             self._tokens.append(token)
         return self._tokens[known:]
 
+    def take_logprobs(self, begin: int, end: int) -> tuple[TokenLogprobs, ...]:
+        """Log-probabilities of tokens `begin` to `end` of the gapless run, once. Raises InternalError for a token that
+        came without."""
+        try:
+            return tuple(self._logprobs.pop(index) for index in range(begin, end))
+        except KeyError as error:
+            raise InternalError(f"a worker sent output token {error.args[0]} without its log-probability") from error
+
     def start_over(self) -> None:
         """A new attempt begins after the gapless run."""
         self._waiting.clear()
+        self._logprobs.clear()
         self._end = None
+
+
+class PromptScores:
+    """Log-probabilities of the prompt's tokens from the second on, each given out once over all attempts."""
+
+    def __init__(self, num_prompt_tokens: int) -> None:
+        self._num_prompt_tokens = num_prompt_tokens
+        self._next = 1
+
+    @property
+    def complete(self) -> bool:
+        """Whether those of the whole prompt were given out."""
+        return self._next >= self._num_prompt_tokens
+
+    def add(self, first_index: int, tokens: Sequence[TokenLogprobs]) -> Sequence[TokenLogprobs]:
+        """Take those of the prompt's tokens from `first_index` on; gives the ones that are new. Raises InternalError
+        for tokens that cannot come now."""
+        end = first_index + len(tokens)
+        if not 1 <= first_index <= self._next or end > self._num_prompt_tokens:
+            raise InternalError(
+                f"a worker sent log-probabilities of prompt tokens {first_index} to {end - 1} after {self._next - 1} "
+                f"of {self._num_prompt_tokens}"
+            )
+        new = tokens[self._next - first_index :]
+        self._next = max(self._next, end)
+        return new
 
 
 class TextOutput:
@@ -137,13 +183,19 @@ class Output:
         """How the output ended; None while it goes on or a token before the end is missing."""
         return self._ending
 
-    def add(self, first_index: int, token_ids: Sequence[int], finish: FinishReason | None) -> tuple[list[int], str]:
+    def add(
+        self,
+        first_index: int,
+        token_ids: Sequence[int],
+        finish: FinishReason | None,
+        logprobs: Sequence[TokenLogprobs] = (),
+    ) -> tuple[list[int], str]:
         """Take tokens of a worker: (tokens that are now part of the output, text that is now certain).
 
         Nothing may be added after the end. Raises InternalError for an index that this output cannot have.
         """
         assert self._ending is None, "tokens after the end"
-        new = self._sequence.add(first_index, token_ids, finish)
+        new = self._sequence.add(first_index, token_ids, finish, logprobs)
         reason = self._sequence.finished
         # A stop token is counted and returned as a token; its text is not wanted.
         shown = new[:-1] if reason is FinishReason.STOP else new
@@ -162,6 +214,10 @@ class Output:
                 self._ending = Ending(reason)
         self._num_tokens += len(new)
         return new, text
+
+    def take_logprobs(self, count: int) -> tuple[TokenLogprobs, ...]:
+        """Log-probabilities of the newest `count` tokens, once. Raises InternalError for a token that came without."""
+        return self._sequence.take_logprobs(self._num_tokens - count, self._num_tokens)
 
     def start_over(self) -> None:
         """A new attempt begins after `tokens`."""

@@ -28,10 +28,10 @@ from pdserve.errors import (
 from pdserve.lifecycle import Action, RequestEvent, RequestLifecycle, RequestState
 from pdserve.store.journal import RequestJournal
 from pdserve.tokenizer import Tokenizer
-from pdserve.types import FinishReason, GenerationJob
+from pdserve.types import FinishReason, GenerationJob, TokenLogprobs
 from router.attempt import Attempt
-from router.events import FirstToken, HandedOff, JobFailed, PrefillStarted, StepTokens, WorkerEvent
-from router.output import Output, TextOutput, TokenSequence
+from router.events import FirstToken, HandedOff, JobFailed, PrefillStarted, PromptLogprobs, StepTokens, WorkerEvent
+from router.output import Output, PromptScores, TextOutput, TokenSequence
 from router.placement import PlacementRequest, WorkerKey
 from router.placer import Placer
 from router.stream import ClientStream, Summary
@@ -89,6 +89,8 @@ class Request:
         self._timeline = Timeline(received_at)
         self._spec: GenerationSpec | None = None
         self._output: Output | None = None
+        self._prompt_scores: PromptScores | None = None
+        """None until the request begins, and if nobody asked for them."""
         self._attempt: Attempt | None = None
         self._placer = Placer(
             services.pool,
@@ -164,6 +166,8 @@ class Request:
             TokenSequence(spec.max_tokens),
             TextOutput(self._services.tokenizer, spec.prompt_ids, spec.stop_strings, spec.min_tokens),
         )
+        if spec.num_prompt_logprobs is not None:
+            self._prompt_scores = PromptScores(len(spec.prompt_ids))
         self._timeline.tokenized(time.monotonic())
         self._place()
 
@@ -230,18 +234,31 @@ class Request:
             case PrefillStarted():
                 attempt.started(event.decode_worker)
                 self._apply(RequestEvent.PREFILL_STARTED)
+            case PromptLogprobs():
+                if self._prompt_scores is None:
+                    raise InternalError("a worker sent log-probabilities of the prompt, which nobody asked for")
+                self.stream.push_prompt(self._prompt_scores.add(event.first_index, event.tokens))
             case FirstToken():
+                if self._prompt_scores is not None and not self._prompt_scores.complete:
+                    raise InternalError("a worker sent the first token before all log-probabilities of the prompt")
                 attempt.first_token()
                 if first_of_output:
                     self._timeline.prefilled(event.prefill_s)
                     self._num_cached_tokens = min(event.num_cached_tokens, self.num_prompt_tokens)
-                self._take(event.index, (event.token_id,), event.finish_reason, RequestEvent.FIRST_TOKEN)
+                tokens = (event.token_id,)
+                self._take(event.index, tokens, event.finish_reason, event.logprobs, RequestEvent.FIRST_TOKEN)
             case StepTokens():
                 attempt.tokens_from(worker)
                 self._num_local_prefill_tokens += event.num_local_prefill_tokens
                 if first_of_output and event.first_step_s:
                     self._timeline.first_step(event.first_step_s)
-                self._take(event.first_index, event.token_ids, event.finish_reason, RequestEvent.DECODE_TOKENS)
+                self._take(
+                    event.first_index,
+                    event.token_ids,
+                    event.finish_reason,
+                    event.logprobs,
+                    RequestEvent.DECODE_TOKENS,
+                )
             case HandedOff():
                 attempt.hand_off_reported()
                 self._transport = event.transport
@@ -255,15 +272,21 @@ class Request:
                 self._job_failed(event)
 
     def _take(
-        self, first_index: int, token_ids: tuple[int, ...], finish: FinishReason | None, event: RequestEvent
+        self,
+        first_index: int,
+        token_ids: tuple[int, ...],
+        finish: FinishReason | None,
+        logprobs: tuple[TokenLogprobs, ...],
+        event: RequestEvent,
     ) -> None:
         output, attempt = self._started_output, self._current_attempt
         if self._output_complete:
             raise InternalError("a worker sent tokens after the end of the output")
-        new, text = output.add(first_index, token_ids, finish)
+        new, text = output.add(first_index, token_ids, finish, logprobs)
+        new_logprobs = output.take_logprobs(len(new)) if self._started_spec.num_logprobs is not None else ()
         self._timeline.tokens(len(new), time.monotonic())
         self._services.journal.tokens(self.request_id, new)
-        self.stream.push(new, text)
+        self.stream.push(new, text, new_logprobs)
         if output.ending is None:
             self._apply(event)
             if self.stream.num_unread_tokens > self._services.config.max_unread_tokens:
@@ -302,6 +325,7 @@ class Request:
 
     def _dispatch(self, placement: Placement) -> None:
         spec, output = self._started_spec, self._started_output
+        scores = self._prompt_scores
         job = GenerationJob(
             request_id=self.request_id,
             attempt=self.attempt_number,
@@ -312,6 +336,9 @@ class Request:
             min_new_tokens=spec.min_tokens,
             stop_token_ids=spec.stop_token_ids,
             sampling=spec.sampling,
+            num_logprobs=spec.num_logprobs,
+            # What the client has got already need not cost another attempt its prefix cache.
+            num_prompt_logprobs=None if scores is None or scores.complete else spec.num_prompt_logprobs,
             deadline=self._deadline,
         )
         attempt = Attempt(job, placement, self)

@@ -15,7 +15,7 @@ from pdserve.logs import configure_logging
 from pdserve.model.source import ModelSource, open_model
 from pdserve.rpc.v1 import inference_pb2_grpc
 from pdserve.service import GrpcEndpoint, run_service
-from pdserve.store.client import Store
+from pdserve.store.client import Store, require_shared
 from pdserve.store.journal import RequestJournal
 from pdserve.store.registry import WorkerDirectory
 from pdserve.store.requests import RequestRecords
@@ -69,7 +69,8 @@ class RouterService:
         """
         config = self._config
         started_at = time.monotonic()
-        # The port first: a taken one is the cheapest mistake to find.
+        require_shared(config.store.url)
+        # The port early: a taken one is a mistake that is cheap to find.
         endpoint = self._endpoint = GrpcEndpoint(config.router.listen, "router.listen")
         self._undo.push_async_callback(endpoint.stop, 0.0)
         store = await Store.connect(config.store.url, config.cluster, timeout_s=config.store.timeout_s)

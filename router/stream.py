@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from pdserve.errors import PdServeError
+from pdserve.types import TokenLogprobs
 from router.output import Ending
 from router.timeline import Phases
 
@@ -21,6 +22,10 @@ class Delta:
 
     token_ids: tuple[int, ...]
     text: str
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    """Of `token_ids`, if asked for."""
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+    """Of further tokens of the prompt."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,6 +61,8 @@ class ClientStream:
     def __init__(self) -> None:
         self._token_ids: list[int] = []
         self._texts: list[str] = []
+        self._logprobs: list[TokenLogprobs] = []
+        self._prompt_logprobs: list[TokenLogprobs] = []
         self._end: Summary | PdServeError | None = None
         self._changed = asyncio.Event()
         self._ended = asyncio.Event()
@@ -71,12 +78,20 @@ class ClientStream:
         """Whether `finish` or `fail` was called."""
         return self._end is not None
 
-    def push(self, token_ids: Sequence[int], text: str) -> None:
+    def push_prompt(self, logprobs: Sequence[TokenLogprobs]) -> None:
+        """Log-probabilities of further tokens of the prompt."""
+        assert self._end is None, "log-probabilities after the end"
+        if logprobs:
+            self._prompt_logprobs.extend(logprobs)
+            self._changed.set()
+
+    def push(self, token_ids: Sequence[int], text: str, logprobs: Sequence[TokenLogprobs] = ()) -> None:
         """More output."""
         assert self._end is None, "output after the end"
         if token_ids or text:
             self._token_ids.extend(token_ids)
             self._texts.append(text)
+            self._logprobs.extend(logprobs)
             self._changed.set()
 
     def finish(self, summary: Summary) -> None:
@@ -100,9 +115,11 @@ class ClientStream:
         self._changed.clear()
         if isinstance(self._end, PdServeError) and not self._token_ids:
             raise self._end
-        delta = Delta(tuple(self._token_ids), "".join(self._texts))
+        delta = Delta(tuple(self._token_ids), "".join(self._texts), tuple(self._logprobs), tuple(self._prompt_logprobs))
         self._token_ids.clear()
         self._texts.clear()
+        self._logprobs.clear()
+        self._prompt_logprobs.clear()
         summary = None
         if isinstance(self._end, PdServeError):
             self._changed.set()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 import secrets
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -13,12 +13,21 @@ from pdserve.config.schema import RouterSection
 from pdserve.errors import InvalidRequestError, NotFoundError, PromptTooLongError
 from pdserve.rpc.v1 import common_pb2
 from pdserve.rpc.v1 import inference_pb2 as pb
-from pdserve.types import SamplingParams
+from pdserve.types import (
+    MAX_LOGIT_BIAS,
+    MAX_LOGPROBS,
+    MAX_PENALTY,
+    MAX_REPETITION_PENALTY,
+    SamplingParams,
+)
 
 REQUEST_ID: Final = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 ROLES: Final = ("system", "user", "assistant")
 MAX_TEMPERATURE: Final = 100.0
 MAX_STOP_TOKEN_IDS: Final = 256
+MAX_BIASED_IDS: Final = 1024
+MAX_PROMPT_LOGPROBS: Final = 2**18
+"""Log-probabilities of the prompt in one request: they are held in memory until the client has read them."""
 MAX_STOP_CHARACTERS: Final = 4096
 """Of all stop strings together: as much text may be held back from the client."""
 MAX_LISTED: Final = 20
@@ -77,6 +86,9 @@ class CheckedRequest:
     """What the client added."""
     ignore_eos: bool
     stop_strings: tuple[str, ...]
+    num_logprobs: int | None
+    """None: no log-probabilities."""
+    num_prompt_logprobs: int | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,6 +102,10 @@ class GenerationSpec:
     stop_token_ids: tuple[int, ...]
     """Every id that ends the output, the model's own included unless they are ignored."""
     stop_strings: tuple[str, ...]
+    num_logprobs: int | None = None
+    """Most likely tokens to report beside each drawn one; None: no log-probabilities."""
+    num_prompt_logprobs: int | None = None
+    """The same for the tokens of the prompt."""
 
 
 class _Problems:
@@ -150,6 +166,8 @@ def check_request(request: pb.GenerateRequest, limits: Limits, config: RouterSec
         problems.add("stop.stop_token_ids", f"at most {MAX_STOP_TOKEN_IDS} ids, got {len(stop.stop_token_ids)}")
     _check_ids("stop.stop_token_ids", stop.stop_token_ids, limits, problems)
     _check_stop_strings(stop.stop, config, problems)
+    problems.range("logprobs", request.logprobs, 0, MAX_LOGPROBS)
+    problems.range("prompt_logprobs", request.prompt_logprobs, 0, MAX_LOGPROBS)
     problems.raise_any()
     assert prompt is not None, "a request without input has a problem"
     return CheckedRequest(
@@ -160,6 +178,8 @@ def check_request(request: pb.GenerateRequest, limits: Limits, config: RouterSec
         stop_token_ids=tuple(stop.stop_token_ids),
         ignore_eos=stop.ignore_eos,
         stop_strings=tuple(dict.fromkeys(stop.stop)),
+        num_logprobs=request.logprobs if request.HasField("logprobs") else None,
+        num_prompt_logprobs=request.prompt_logprobs if request.HasField("prompt_logprobs") else None,
     )
 
 
@@ -220,6 +240,14 @@ def resolve(
             f"({limits.prefill_tokens} tokens)",
             field=field,
         )
+    if request.num_prompt_logprobs is not None:
+        num_values = num_prompt * (1 + request.num_prompt_logprobs)
+        if num_values > MAX_PROMPT_LOGPROBS:
+            raise InvalidRequestError(
+                f"prompt_logprobs: {num_prompt} prompt tokens with {1 + request.num_prompt_logprobs} values each "
+                f"exceed the {MAX_PROMPT_LOGPROBS} values of one request; ask for fewer, or with a shorter prompt",
+                field="prompt_logprobs",
+            )
     max_tokens = request.max_tokens
     if max_tokens is None:
         max_tokens = min(max(config.default_max_tokens, request.min_tokens), longest - num_prompt)
@@ -242,6 +270,8 @@ def resolve(
         min_tokens=request.min_tokens,
         stop_token_ids=tuple(dict.fromkeys((*own, *request.stop_token_ids))),
         stop_strings=request.stop_strings,
+        num_logprobs=request.num_logprobs,
+        num_prompt_logprobs=request.num_prompt_logprobs,
     )
 
 
@@ -263,6 +293,7 @@ def _check_input(
             _check_ids("token_ids.ids", ids, limits, problems)
             return TokenInput(tuple(ids))
         case "chat":
+            _check_not_blank("chat", request.chat, problems)
             return _check_chat("chat", request.chat, config, problems)
         case None:
             problems.add("input", "set one of text, token_ids and chat")
@@ -281,6 +312,16 @@ def _check_chat(field: str, chat: pb.ChatPrompt, config: RouterSection, problems
     return ChatInput(tuple({"role": m.role, "content": m.content} for m in chat.messages))
 
 
+def _check_not_blank(field: str, chat: pb.ChatPrompt, problems: _Problems) -> None:
+    """A template makes tokens even of nothing, so the length of the prompt does not show that nobody has said anything.
+
+    What counts is what users say, or, in a chat without any, what anybody says. An empty turn beside others is legal.
+    """
+    turns = [(i, m) for i, m in enumerate(chat.messages) if m.role == "user"] or list(enumerate(chat.messages))
+    if turns and not any(message.content.strip() for _, message in turns):
+        problems.add(f"{field}.messages[{turns[-1][0]}].content", "is empty")
+
+
 def _check_sampling(sampling: common_pb2.SamplingParams, limits: Limits, problems: _Problems) -> SamplingParams:
     temperature = sampling.temperature if sampling.HasField("temperature") else 1.0
     top_p = sampling.top_p if sampling.HasField("top_p") else 1.0
@@ -289,13 +330,37 @@ def _check_sampling(sampling: common_pb2.SamplingParams, limits: Limits, problem
     if not 0.0 < top_p <= 1.0:
         problems.add("sampling.top_p", f"must be above 0 and at most 1, got {_number(top_p)}")
     problems.range("sampling.min_p", sampling.min_p, 0.0, 1.0)
+    problems.range("sampling.presence_penalty", sampling.presence_penalty, -MAX_PENALTY, MAX_PENALTY)
+    problems.range("sampling.frequency_penalty", sampling.frequency_penalty, -MAX_PENALTY, MAX_PENALTY)
+    repetition = sampling.repetition_penalty if sampling.HasField("repetition_penalty") else 1.0
+    if not 0.0 < repetition <= MAX_REPETITION_PENALTY:
+        problems.add(
+            "sampling.repetition_penalty",
+            f"must be above 0 and at most {_number(MAX_REPETITION_PENALTY)}, got {_number(repetition)}",
+        )
+    _check_logit_bias(sampling.logit_bias, limits, problems)
     return SamplingParams(
         temperature=temperature,
         top_k=sampling.top_k,
         top_p=top_p,
         min_p=sampling.min_p,
         seed=sampling.seed if sampling.HasField("seed") else secrets.randbits(64),
+        presence_penalty=sampling.presence_penalty,
+        frequency_penalty=sampling.frequency_penalty,
+        repetition_penalty=repetition,
+        logit_bias=tuple(sorted(sampling.logit_bias.items())),
     )
+
+
+def _check_logit_bias(bias: Mapping[int, float], limits: Limits, problems: _Problems) -> None:
+    field = "sampling.logit_bias"
+    if len(bias) > MAX_BIASED_IDS:
+        problems.add(field, f"at most {MAX_BIASED_IDS} ids, got {len(bias)}")
+        return
+    for token_id, value in sorted(bias.items()):
+        if not 0 <= token_id < limits.vocab_size:
+            problems.add(field, f"ids must be between 0 and {limits.vocab_size - 1} (the vocabulary), got {token_id}")
+        problems.range(f"{field}[{token_id}]", value, -MAX_LOGIT_BIAS, MAX_LOGIT_BIAS)
 
 
 def _check_stop_strings(stops: Sequence[str], config: RouterSection, problems: _Problems) -> None:

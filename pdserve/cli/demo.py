@@ -20,7 +20,7 @@ from pdserve.cli.tables import make_console
 from pdserve.cli.timeline import timeline
 from pdserve.client import Client, Generation, GenerationStream
 from pdserve.errors import CancelledError
-from pdserve.launch.cluster import EMBEDDED, LocalCluster
+from pdserve.launch.cluster import EMBEDDED, LocalCluster, chosen_format
 from pdserve.launch.process import LineWriter
 from pdserve.launch.verify import ProcessRecord, blocks_in_use, num_keys_without_ttl
 
@@ -84,10 +84,11 @@ def demo(
     def progress(message: str) -> None:
         click.echo(f"[{time.monotonic() - began:5.1f} s] {message}", err=True)
 
+    log_format = chosen_format(config, "text")
     cluster = LocalCluster(
         config,
-        log_format="text" if sys.stderr.isatty() else "json",
-        sink=LineWriter(sys.stderr) if verbose else None,
+        log_format=log_format,
+        sink=LineWriter(sys.stderr, as_json=log_format == "json") if verbose else None,
         progress=progress,
     )
     console = Console(quiet=True) if as_json else make_console()

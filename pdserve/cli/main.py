@@ -57,7 +57,7 @@ class LazyGroup(click.Group):
             import difflib
 
             close = difflib.get_close_matches(args[0], COMMANDS, n=1)
-            hint = f", did you mean {close[0]!r}?" if close else ""
+            hint = f", did you mean {close[0]!r}?" if close else f"; there are {', '.join(COMMANDS)}"
             raise click.UsageError(f"no such command {args[0]!r}{hint}", ctx)
         return super().resolve_command(ctx, args)
 

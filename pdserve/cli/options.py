@@ -50,7 +50,7 @@ def read_config(path: str | None, settings: Sequence[str], **forced: object) -> 
     for setting in settings:
         key, equals, text = setting.partition("=")
         if not equals or not key:
-            raise ConfigError(f"--set {setting}: must look like section.key=value, for example router.listen=:50051")
+            raise ConfigError(f"--set {setting}: must look like section.key=value, for example kv.block_size=32")
         try:
             overrides[key] = yaml.safe_load(text)
         except yaml.YAMLError:
@@ -75,7 +75,7 @@ def router_options(command: CommandT) -> CommandT:
 
 def router_address(router: str | None) -> str:
     """Where to connect. Raises ConfigError."""
-    from pdserve.launch.addresses import dialable
+    from pdserve.addresses import dialable
 
     config = read_config(None, (), **({} if router is None else {"router__listen": router}))
     return dialable(config.router.listen)

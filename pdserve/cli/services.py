@@ -17,9 +17,13 @@ def router(config_path: str | None, settings: tuple[str, ...]) -> int:
     """
     end_with_launcher()
     config = read_config(config_path, settings)
+    from pdserve.service import EXIT_USAGE, end_process
     from router.service import main
 
-    return main(config)
+    code = main(config)
+    if code != EXIT_USAGE:
+        end_process(code)
+    return code
 
 
 @click.command()

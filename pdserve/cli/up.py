@@ -13,7 +13,7 @@ from pdserve.cli.options import config_options, json_option, read_config
 from pdserve.cli.signals import catch_stop_signals
 from pdserve.client import DEFAULT_ADDRESS
 from pdserve.errors import CancelledError
-from pdserve.launch.cluster import LocalCluster
+from pdserve.launch.cluster import LocalCluster, chosen_format
 from pdserve.launch.process import LineWriter
 from pdserve.store.client import display_url
 
@@ -29,20 +29,17 @@ def up(config_path: str | None, settings: tuple[str, ...], as_json: bool) -> int
     """
     config = read_config(config_path, settings)
     requests = catch_stop_signals()
-    cluster = LocalCluster(
-        config,
-        log_format="text" if sys.stderr.isatty() else "json",
-        sink=LineWriter(sys.stderr),
-        progress=lambda message: click.echo(message, err=True),
-    )
+    log_format = chosen_format(config, "text" if sys.stderr.isatty() else "json")
+    lines = LineWriter(sys.stderr, as_json=log_format == "json")
+    cluster = LocalCluster(config, log_format=log_format, sink=lines, progress=lines.tell)
     try:
         cluster.start(requests.stopping)
     except CancelledError:
         return 0
     try:
-        click.echo(_describe_json(cluster) if as_json else _describe(cluster))
+        click.echo(_describe_json(cluster) if as_json else describe(cluster))
         cluster.supervise(requests.stopping)
-        click.echo("stopping: running requests may finish; Ctrl-C again to cut them off", err=True)
+        lines.tell("stopping: running requests may finish; Ctrl-C again to cut them off")
     finally:
         killed = cluster.stop(hurry=requests.hurry)
     if killed and not requests.hurry.is_set():
@@ -61,7 +58,8 @@ def _describe_json(cluster: LocalCluster) -> str:
     )
 
 
-def _describe(cluster: LocalCluster) -> str:
+def describe(cluster: LocalCluster) -> str:
+    """What is there now, and what can be done with it: for people."""
     # The program under a name that works in another terminal, whether or not the environment is active there.
     program = "pdserve" if shutil.which("pdserve") else f"{shlex.quote(sys.executable)} -m pdserve"
     python = "python" if program == "pdserve" else shlex.quote(sys.executable)
@@ -69,7 +67,7 @@ def _describe(cluster: LocalCluster) -> str:
     workers = ", ".join(p.name for p in cluster.processes if p.role != "router")
     call = (
         f"from pdserve.client import Client; "
-        f'print(Client("{cluster.address}").generate("The sky is blue because", max_tokens=32).text)'
+        f'print(Client("{cluster.address}").generate("The sky is blue because", temperature=0, max_tokens=32).text)'
     )
     return f"""
 ready: {workers}
@@ -77,7 +75,7 @@ ready: {workers}
   redis  {display_url(cluster.redis_url)}
 
 Try, in another terminal:
-  {program} generate{router} "Why is the sky blue?"
+  {program} generate{router} --temperature 0 --max-tokens 64 "Why is the sky blue?"
   {program} status{router}
   {python} -c {shlex.quote(call)}
 

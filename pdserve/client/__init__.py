@@ -14,6 +14,7 @@ from pdserve.client.results import (
     WorkerState,
 )
 from pdserve.client.sync import DEFAULT_ADDRESS, Client, GenerationStream
+from pdserve.types import TokenLogprobs
 
 __all__ = [
     "DEFAULT_ADDRESS",
@@ -29,6 +30,7 @@ __all__ = [
     "Placement",
     "RequestInfo",
     "Timings",
+    "TokenLogprobs",
     "Usage",
     "WorkerState",
 ]

@@ -28,10 +28,16 @@ class AsyncGenerationStream:
     Use it as an async context manager, so that leaving the loop early reaches the cluster. One task reads it.
     """
 
-    def __init__(self, call: grpc.aio.UnaryStreamCall[pb.GenerateRequest, pb.GenerateResponse], address: str) -> None:
+    def __init__(
+        self,
+        call: grpc.aio.UnaryStreamCall[pb.GenerateRequest, pb.GenerateResponse],
+        address: str,
+        timeout_s: float | None,
+    ) -> None:
         self._call = call
         self._responses = call.__aiter__()
         self._address = address
+        self._timeout_s = timeout_s
         self._builder = responses.GenerationBuilder()
         self._closed = False
 
@@ -50,7 +56,7 @@ class AsyncGenerationStream:
             raise
         except grpc.RpcError as error:
             self._closed = True
-            raise responses.error_of_call(error, self._address) from error
+            raise responses.error_of_call(error, self._address, self._timeout_s) from error
         except asyncio.CancelledError as error:
             # grpc.aio reports a call that was cancelled through `close()` of another task or of the client in the same
             # way as the cancellation of the reading task; only the latter may be passed on as such.
@@ -109,8 +115,9 @@ class AsyncClient:
     def stream(self, prompt: str | None = None, **options: Unpack[GenerateOptions]) -> AsyncGenerationStream:
         """Generate and hand over the text as it comes."""
         request = generate_request(prompt, options)
-        call = self._inference.Generate(request, timeout=options.get("timeout_s", self._timeout_s))
-        return AsyncGenerationStream(call, self.address)
+        timeout_s = options.get("timeout_s", self._timeout_s)
+        call = self._inference.Generate(request, timeout=timeout_s)
+        return AsyncGenerationStream(call, self.address, timeout_s)
 
     async def cancel(self, request_id: str) -> bool:
         """Stop a request of this router. False if nothing was running under that name."""
@@ -165,4 +172,4 @@ class AsyncClient:
         try:
             return await method(request, timeout=self._timeout_s)
         except grpc.RpcError as error:
-            raise responses.error_of_call(error, self.address) from error
+            raise responses.error_of_call(error, self.address, self._timeout_s) from error

@@ -31,11 +31,23 @@ class GenerateOptions(TypedDict, total=False):
     min_p: float
     seed: int
     """The same seed gives the same tokens, whatever else the cluster is doing."""
+    presence_penalty: float
+    """Makes every token that was generated already less likely."""
+    frequency_penalty: float
+    """Makes a token less likely each time it is generated."""
+    repetition_penalty: float
+    """Above 1: makes tokens of the prompt and of the output less likely."""
+    logit_bias: Mapping[int, float]
+    """Token id -> what is added to its logit: 100 forces, -100 forbids."""
     stop: str | Sequence[str]
     """Strings that end the output; the text is cut before them."""
     stop_token_ids: Iterable[int]
     ignore_eos: bool
     """Go on after an end-of-sequence token."""
+    logprobs: int
+    """Report the log-probability of each generated token, and of so many of the most likely ones."""
+    prompt_logprobs: int
+    """The same for the tokens of the prompt, from the second on."""
     model: str
     request_id: str
     """Name of the request, for `cancel` and `get_request`. Default: the router makes one."""
@@ -43,7 +55,16 @@ class GenerateOptions(TypedDict, total=False):
     """Deadline for the whole generation; the cluster stops working on it when it passes."""
 
 
-_SAMPLING = ("temperature", "top_k", "top_p", "min_p", "seed")
+_SAMPLING = (
+    "temperature",
+    "top_k",
+    "top_p",
+    "min_p",
+    "seed",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+)
 _STOP = ("max_tokens", "min_tokens", "ignore_eos")
 
 
@@ -75,6 +96,13 @@ def generate_request(prompt: str | None, options: GenerateOptions) -> pb.Generat
         _set(request.sampling, name, options.get(name), f"sampling.{name}")
     for name in _STOP:
         _set(request.stop, name, options.get(name), f"stop.{name}")
+    for token_id, bias in options.get("logit_bias", {}).items():
+        try:
+            request.sampling.logit_bias[token_id] = bias
+        except (TypeError, ValueError) as error:
+            raise _not_carried(f"sampling.logit_bias[{token_id}]", bias, error) from error
+    _set(request, "logprobs", options.get("logprobs"))
+    _set(request, "prompt_logprobs", options.get("prompt_logprobs"))
     _extend(request.stop, "stop_token_ids", options.get("stop_token_ids", ()), "stop.stop_token_ids")
     stop = options.get("stop", ())
     _extend(request.stop, "stop", (stop,) if isinstance(stop, str) else stop, "stop.stop")

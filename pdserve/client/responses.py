@@ -15,22 +15,30 @@ from pdserve.client.results import (
     Usage,
     WorkerState,
 )
-from pdserve.errors import InternalError, PdServeError, UnavailableError
-from pdserve.rpc.codec import finish_from_proto, stats_from_proto, worker_info_from_proto
+from pdserve.errors import DeadlineExceededError, InternalError, PdServeError, UnavailableError
+from pdserve.rpc.codec import finish_from_proto, logprobs_from_proto, stats_from_proto, worker_info_from_proto
 from pdserve.rpc.errors import error_of
 from pdserve.rpc.v1 import inference_pb2 as pb
+from pdserve.types import TokenLogprobs
 
 _RICH_STATUS_KEY = "grpc-status-details-bin"
 
 
-def error_of_call(call: grpc.RpcError, address: str) -> PdServeError:
-    """The error behind a failed call. Where no router answered at all, the message says what to do about it."""
+def error_of_call(call: grpc.RpcError, address: str, timeout_s: float | None) -> PdServeError:
+    """The error behind a failed call that was given `timeout_s`. Where no router answered at all, or not in time, the
+    message says what to do about it."""
     assert isinstance(call, grpc.Call | grpc.aio.AioRpcError)
     answered = any(key == _RICH_STATUS_KEY for key, _ in call.trailing_metadata() or ())
     if call.code() is grpc.StatusCode.UNAVAILABLE and not answered:
         return UnavailableError(
             f"no router answers at {address}: start one with `pdserve up`, or name another with --router or "
             f"PDSERVE__ROUTER__LISTEN ({call.details()})"
+        )
+    if call.code() is grpc.StatusCode.DEADLINE_EXCEEDED and timeout_s is not None:
+        # Whether we gave up or the router did first is a matter of milliseconds: it has been given the same time.
+        return DeadlineExceededError(
+            f"no complete answer from {address} within {timeout_s:g} s: allow more time (--timeout, or timeout_s) or "
+            "ask for less; `pdserve status` shows how busy the workers are"
         )
     return error_of(call)
 
@@ -41,12 +49,18 @@ class GenerationBuilder:
     def __init__(self) -> None:
         self._texts: list[str] = []
         self._token_ids: list[int] = []
+        self._logprobs: list[TokenLogprobs] = []
+        self._prompt_logprobs: list[TokenLogprobs] = []
         self.result: Generation | None = None
 
     def add(self, response: pb.GenerateResponse) -> GenerationDelta:
         """Take the next response. Sets `result` with the last one."""
         self._texts.append(response.text_delta)
         self._token_ids.extend(response.token_ids)
+        logprobs = logprobs_from_proto(response.logprobs)
+        prompt_logprobs = logprobs_from_proto(response.prompt_logprobs)
+        self._logprobs.extend(logprobs)
+        self._prompt_logprobs.extend(prompt_logprobs)
         reason = finish_from_proto(response.finish_reason)
         if reason is not None:
             self.result = Generation(
@@ -58,12 +72,16 @@ class GenerationBuilder:
                 usage=_usage(response.usage),
                 timings=_timings(response.timings),
                 placement=_placement(response.placement),
+                logprobs=tuple(self._logprobs),
+                prompt_logprobs=tuple(self._prompt_logprobs),
             )
         return GenerationDelta(
             request_id=response.request_id,
             seq=response.seq,
             text=response.text_delta,
             token_ids=tuple(response.token_ids),
+            logprobs=logprobs,
+            prompt_logprobs=prompt_logprobs,
         )
 
     def finished(self) -> Generation:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from pdserve.types import FinishReason, WorkerStats
+from pdserve.types import FinishReason, TokenLogprobs, WorkerStats
 from pdserve.worker_info import WorkerInfo
 
 
@@ -73,6 +73,10 @@ class GenerationDelta:
     text: str
     """Text that is certain; may be empty."""
     token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    """One for each of `token_ids`, if asked for."""
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+    """Of further tokens of the prompt, if asked for."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,6 +93,10 @@ class Generation:
     usage: Usage
     timings: Timings
     placement: Placement
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    """One for each of `token_ids`; empty unless asked for."""
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+    """Of the prompt's tokens from the second on; empty unless asked for."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,7 +134,8 @@ class WorkerState:
     info: WorkerInfo
     stats: WorkerStats
     state: str
-    """`ready`, `connecting`, `draining` or `lost`."""
+    """`ready`, `connecting`, `draining`, `lost`, or `incompatible`: it has another model than the router, or other
+    weights."""
     silent_s: float
     """Seconds since the last message from it."""
 

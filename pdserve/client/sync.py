@@ -35,9 +35,10 @@ class GenerationStream:
     Use it as a context manager, so that a `break` or an exception in the loop reaches the cluster.
     """
 
-    def __init__(self, call: StreamCall, address: str) -> None:
+    def __init__(self, call: StreamCall, address: str, timeout_s: float | None) -> None:
         self._call = call
         self._address = address
+        self._timeout_s = timeout_s
         self._builder = responses.GenerationBuilder()
         self._closed = False
 
@@ -56,7 +57,7 @@ class GenerationStream:
             raise
         except grpc.RpcError as error:
             self._closed = True
-            raise responses.error_of_call(error, self._address) from error
+            raise responses.error_of_call(error, self._address, self._timeout_s) from error
 
     def result(self) -> Generation:
         """The whole generation; waits for what has not been read yet. Raises as iterating does."""
@@ -103,8 +104,9 @@ class Client:
     def stream(self, prompt: str | None = None, **options: Unpack[GenerateOptions]) -> GenerationStream:
         """Generate and hand over the text as it comes."""
         request = generate_request(prompt, options)
-        call = self._inference.Generate(request, timeout=options.get("timeout_s", self._timeout_s))
-        return GenerationStream(call, self.address)
+        timeout_s = options.get("timeout_s", self._timeout_s)
+        call = self._inference.Generate(request, timeout=timeout_s)
+        return GenerationStream(call, self.address, timeout_s)
 
     def cancel(self, request_id: str) -> bool:
         """Stop a request of this router. False if nothing was running under that name."""
@@ -156,4 +158,4 @@ class Client:
         try:
             return method(request, timeout=self._timeout_s)
         except grpc.RpcError as error:
-            raise responses.error_of_call(error, self.address) from error
+            raise responses.error_of_call(error, self.address, self._timeout_s) from error

@@ -16,10 +16,10 @@ from typing import Any, Self
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from pdserve.addresses import dialable, reserve
 from pdserve.client import Client
 from pdserve.config import Config
 from pdserve.errors import CancelledError, PdServeError, StoreError, WorkerLostError
-from pdserve.launch.addresses import dialable, reserve
 from pdserve.launch.plan import plan_processes
 from pdserve.launch.process import LineSink, ManagedProcess, StartError
 from pdserve.launch.restart import RestartPolicy
@@ -36,6 +36,11 @@ HURRY_S = 2.0
 """What is left to a process once the caller is in a hurry."""
 
 EMBEDDED = "embedded"
+
+
+def chosen_format(config: Config, otherwise: str) -> str:
+    """`text` or `json`: what the configuration asks for, or `otherwise` where it says `auto`."""
+    return otherwise if config.log.format == "auto" else config.log.format
 
 
 def _ignore(message: str) -> None:
@@ -65,7 +70,7 @@ class LocalCluster:
         `log_format` is used where the configuration says `auto`, because the children write into pipes.
         """
         self.config = config
-        self._log_format = log_format if config.log.format == "auto" else config.log.format
+        self._log_format = chosen_format(config, log_format)
         self._sink = sink
         self._progress = progress
         self._redis: EmbeddedRedis | None = None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import json
+import logging
 import os
 import signal
 import subprocess
@@ -16,10 +17,17 @@ from pdserve.config.load import ENV_PREFIX
 from pdserve.errors import PdServeError
 from pdserve.launch.parent import PARENT_PID_VARIABLE
 from pdserve.launch.plan import ProcessPlan
+from pdserve.logs import JsonFormatter
 
 _TAIL_LINES = 200
 """Lines of output kept for error messages."""
 _TAIL_SHOWN = 20
+"""Of them, those that an error shows if nobody has seen them yet,"""
+_TAIL_SHOWN_AGAIN = 3
+"""and if they went to a sink already: enough to see which they were."""
+
+LAUNCHER = "launcher"
+"""Process name in log lines of the launcher's own."""
 
 
 class StartError(PdServeError):
@@ -35,19 +43,36 @@ class LineSink(Protocol):
 
 
 class LineWriter:
-    """Writes the lines of all processes to one file: whole lines only, each with the name of its process in front.
+    """Writes the lines of all processes, and what the launcher has to say, to one file: whole lines only.
 
-    JSON log lines carry that name themselves and stay as they are, so that they can be parsed.
+    As text, each line has the name of its process in front. As JSON, log lines carry that name themselves, and what is
+    no log line (a traceback, a warning of a library) becomes the message of one, so that every line can be parsed.
     """
 
-    def __init__(self, out: TextIO) -> None:
+    def __init__(self, out: TextIO, *, as_json: bool) -> None:
         self._out = out
+        self._as_json = as_json
         self._lock = threading.Lock()
 
     def __call__(self, name: str, line: str) -> None:
+        if self._as_json:
+            self._write(line if line.startswith("{") else _log_line(name, line))
+        else:
+            self._write(f"{name} | {line}")
+
+    def tell(self, message: str) -> None:
+        """Write something of the launcher itself."""
+        self._write(_log_line(LAUNCHER, message) if self._as_json else message)
+
+    def _write(self, line: str) -> None:
         with self._lock:
-            self._out.write(f"{line}\n" if line.startswith("{") else f"{name} | {line}\n")
+            self._out.write(f"{line}\n")
             self._out.flush()
+
+
+def _log_line(process: str, message: str) -> str:
+    record = logging.makeLogRecord({"name": __name__, "levelno": logging.INFO, "levelname": "INFO", "msg": message})
+    return JsonFormatter(process).format(record)
 
 
 class ManagedProcess:
@@ -71,6 +96,7 @@ class ManagedProcess:
         )
         assert self._popen.stdin is not None
         assert self._popen.stdout is not None
+        self._tail_shown = _TAIL_SHOWN if sink is None else _TAIL_SHOWN_AGAIN
         self._tail: collections.deque[str] = collections.deque(maxlen=_TAIL_LINES)
         self._reader = threading.Thread(
             target=self._read, args=(self._popen.stdout, sink), name=f"output of {plan.name}", daemon=True
@@ -142,7 +168,7 @@ class ManagedProcess:
                         break
                     message.append(line)
                 return f"{self.name} {how}: " + "\n".join(message)
-        shown = "".join(f"\n  {line}" for line in lines[-_TAIL_SHOWN:])
+        shown = "".join(f"\n  {line}" for line in lines[-self._tail_shown :])
         return f"{self.name} {how}; its last output:{shown}" if shown else f"{self.name} {how} without any output"
 
     def _read(self, stream: IO[bytes], sink: LineSink | None) -> None:

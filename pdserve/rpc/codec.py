@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 
 from pdserve.errors import InvalidRequestError
 from pdserve.kv_layout import DTYPE_NBYTES, KvLayout
 from pdserve.rpc.v1 import common_pb2 as pb
 from pdserve.rpc.v1 import worker_pb2
-from pdserve.types import DecodeTarget, FinishReason, GenerationJob, Role, SamplingParams, WorkerStats
+from pdserve.types import (
+    DecodeTarget,
+    FinishReason,
+    GenerationJob,
+    Role,
+    SamplingParams,
+    TokenLogprobs,
+    WorkerStats,
+)
 from pdserve.worker_info import WorkerInfo
 
 _FINISH_TO_PROTO = {
@@ -53,6 +62,13 @@ def job_to_proto(job: GenerationJob, now: float | None = None) -> pb.GenerationJ
         min_p=job.sampling.min_p,
         seed=job.sampling.seed,
         deadline_s=left,
+        presence_penalty=job.sampling.presence_penalty,
+        frequency_penalty=job.sampling.frequency_penalty,
+        repetition_penalty=job.sampling.repetition_penalty,
+        logit_bias_ids=[token_id for token_id, _ in job.sampling.logit_bias],
+        logit_bias_values=[value for _, value in job.sampling.logit_bias],
+        num_logprobs=job.num_logprobs,
+        num_prompt_logprobs=job.num_prompt_logprobs,
     )
 
 
@@ -69,6 +85,12 @@ def job_from_proto(message: pb.GenerationJob, now: float | None = None) -> Gener
         raise InvalidRequestError(
             f"job.max_new_tokens is {message.max_new_tokens}, which leaves nothing to generate",
             field="job.max_new_tokens",
+        )
+    num_biased = len(set(message.logit_bias_ids))
+    if not num_biased == len(message.logit_bias_ids) == len(message.logit_bias_values):
+        raise InvalidRequestError(
+            f"job.logit_bias_ids: {len(message.logit_bias_values)} values for {num_biased} different ids",
+            field="job.logit_bias_ids",
         )
     deadline = None
     if message.deadline_s:
@@ -88,8 +110,41 @@ def job_from_proto(message: pb.GenerationJob, now: float | None = None) -> Gener
             top_p=message.top_p,
             min_p=message.min_p,
             seed=message.seed,
+            presence_penalty=message.presence_penalty,
+            frequency_penalty=message.frequency_penalty,
+            repetition_penalty=message.repetition_penalty if message.HasField("repetition_penalty") else 1.0,
+            logit_bias=tuple(zip(message.logit_bias_ids, message.logit_bias_values, strict=True)),
         ),
+        num_logprobs=message.num_logprobs if message.HasField("num_logprobs") else None,
+        num_prompt_logprobs=message.num_prompt_logprobs if message.HasField("num_prompt_logprobs") else None,
         deadline=deadline,
+    )
+
+
+def logprobs_to_proto(tokens: Sequence[TokenLogprobs]) -> pb.Logprobs:
+    """All of `tokens` must list equally many of the most likely tokens."""
+    return pb.Logprobs(
+        token_ids=[token.token_id for token in tokens],
+        logprobs=[token.logprob for token in tokens],
+        top_token_ids=[token_id for token in tokens for token_id, _ in token.top],
+        top_logprobs=[logprob for token in tokens for _, logprob in token.top],
+    )
+
+
+def logprobs_from_proto(message: pb.Logprobs) -> tuple[TokenLogprobs, ...]:
+    """Raises InvalidRequestError if the columns do not fit each other."""
+    num, num_top = len(message.token_ids), len(message.top_token_ids)
+    width = num_top // num if num else 0
+    if len(message.logprobs) != num or len(message.top_logprobs) != num_top or width * num != num_top:
+        raise InvalidRequestError(
+            f"logprobs: {len(message.logprobs)} values for {num} tokens, {len(message.top_logprobs)} for {num_top} of "
+            "the most likely tokens",
+            field="logprobs",
+        )
+    top = tuple(zip(message.top_token_ids, message.top_logprobs, strict=True))
+    return tuple(
+        TokenLogprobs(token_id, logprob, top[i * width : (i + 1) * width])
+        for i, (token_id, logprob) in enumerate(zip(message.token_ids, message.logprobs, strict=True))
     )
 
 
@@ -174,12 +229,16 @@ def stats_to_proto(stats: WorkerStats) -> pb.WorkerStats:
         num_transferring=stats.num_transferring,
         queued_tokens=stats.queued_tokens,
         blocks_in_use=stats.blocks_in_use,
+        blocks_cached=stats.blocks_cached,
         blocks_total=stats.blocks_total,
         prefill_tokens_total=stats.prefill_tokens_total,
         generated_tokens_total=stats.generated_tokens_total,
         kv_bytes_total=stats.kv_bytes_total,
         failed_handoffs_total=stats.failed_handoffs_total,
         steps_total=stats.steps_total,
+        cached_tokens_total=stats.cached_tokens_total,
+        preemptions_total=stats.preemptions_total,
+        recomputed_tokens_total=stats.recomputed_tokens_total,
         draining=stats.draining,
     )
 
@@ -192,12 +251,16 @@ def stats_from_proto(message: pb.WorkerStats) -> WorkerStats:
         num_transferring=message.num_transferring,
         queued_tokens=message.queued_tokens,
         blocks_in_use=message.blocks_in_use,
+        blocks_cached=message.blocks_cached,
         blocks_total=message.blocks_total,
         prefill_tokens_total=message.prefill_tokens_total,
         generated_tokens_total=message.generated_tokens_total,
         kv_bytes_total=message.kv_bytes_total,
         failed_handoffs_total=message.failed_handoffs_total,
         steps_total=message.steps_total,
+        cached_tokens_total=message.cached_tokens_total,
+        preemptions_total=message.preemptions_total,
+        recomputed_tokens_total=message.recomputed_tokens_total,
         draining=message.draining,
     )
 

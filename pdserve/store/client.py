@@ -58,6 +58,16 @@ class WrongTypeError(StoreError):
     """The key holds a value of another redis type: not something we wrote."""
 
 
+def require_shared(url: str) -> None:
+    """Raises ConfigError for `embedded`: only the commands that start a whole cluster start a server with it."""
+    if url == "embedded":
+        raise ConfigError(
+            "store.url: a process of its own needs a redis that others reach too; give redis://host:port "
+            "(`embedded` is for `pdserve up` and `pdserve demo`)",
+            field="store.url",
+        )
+
+
 def display_url(url: str) -> str:
     """`url` without user, password and query: fit for logs and errors."""
     parts = urlsplit(url)

@@ -22,15 +22,13 @@ from types import TracebackType
 from typing import IO, Final, Self
 
 from pdserve.errors import ConfigError, StoreError
+from pdserve.store.private_directory import SOCKET_NAME, PrivateDirectory
 
 INSTALL_HINT: Final = "pip install 'pdserve[embedded]'"
 
 _START_TIMEOUT_S: Final = 10.0
 _STOP_TIMEOUT_S: Final = 3.0
 _PING: Final = b"*1\r\n$4\r\nPING\r\n"
-
-_MAX_SOCKET_PATH: Final = 100
-"""Bytes; the kernel's limit is 107."""
 
 # Runs in a fresh interpreter that then becomes the server: code in `preexec_fn` can deadlock in a process with threads.
 # The kernel sends nothing if the parent died before the request was made, hence the look at the parent.
@@ -76,17 +74,22 @@ class EmbeddedRedis:
     """One server process with its directory. Start it from the main thread: the kernel ties it to the starting thread.
 
     `stop` and `start` may alternate: the URL stays, the data does not. `close` ends it for good; so does the end of the
-    `with` block and the end of this process. If this process is killed, the directory with the dead socket stays.
+    `with` block and the end of this process. If this process is killed, the next one removes the directory.
     """
 
     def __init__(self, *, binary: str | None = None) -> None:
         """Find the server and make the directory. Raises ConfigError."""
         self._binary = find_server(binary)
-        self._dir = _private_dir()
-        self._socket = self._dir / "redis.sock"
+        self._directory = PrivateDirectory()
+        self._socket = self.directory / SOCKET_NAME
         self._process: subprocess.Popen[bytes] | None = None
         self._log: IO[bytes] | None = None
         atexit.register(self.close)
+
+    @property
+    def directory(self) -> Path:
+        """Holds the socket; only this user can enter it."""
+        return self._directory.path
 
     @property
     def url(self) -> str:
@@ -114,7 +117,7 @@ class EmbeddedRedis:
             stdin=subprocess.DEVNULL,
             stdout=self._log,
             stderr=subprocess.STDOUT,
-            cwd=self._dir,
+            cwd=self.directory,
             # Ctrl-C goes to the whole foreground group; redis has to outlast the drain.
             start_new_session=True,
         )
@@ -145,7 +148,7 @@ class EmbeddedRedis:
     def close(self) -> None:
         """Stop and remove the directory. Idempotent."""
         self.stop()
-        shutil.rmtree(self._dir, ignore_errors=True)
+        self._directory.remove()
         atexit.unregister(self.close)
 
     def __enter__(self) -> Self:
@@ -165,7 +168,7 @@ class EmbeddedRedis:
         return [
             *("--port", "0"),
             *("--unixsocket", str(self._socket), "--unixsocketperm", "700"),
-            *("--save", "", "--appendonly", "no", "--dir", str(self._dir)),
+            *("--save", "", "--appendonly", "no", "--dir", str(self.directory)),
             *("--daemonize", "no", "--databases", "1", "--loglevel", "warning"),
         ]
 
@@ -201,12 +204,3 @@ def _launcher() -> list[str]:
     if sys.platform != "linux":
         return []
     return [sys.executable, "-I", "-S", "-c", _LAUNCHER, str(os.getpid())]
-
-
-def _private_dir() -> Path:
-    """A new directory that only we can enter, with a path short enough for a socket in it."""
-    path = Path(tempfile.mkdtemp(prefix="pdserve-redis-"))
-    if len(os.fsencode(path / "redis.sock")) > _MAX_SOCKET_PATH:
-        path.rmdir()
-        path = Path(tempfile.mkdtemp(prefix="pdserve-redis-", dir="/tmp"))
-    return path

@@ -15,6 +15,7 @@ import numpy.typing as npt
 
 from pdserve.config import Config
 from pdserve.engine.batch import Batch
+from pdserve.engine.output import StepOutput
 from pdserve.kv_layout import KvLayout
 from pdserve.model.config import ModelConfig
 from pdserve.testing.kv_store import NumpyBlockStore
@@ -136,8 +137,12 @@ class FakeEngine:
         """Raise these, one per step, instead of computing."""
         self._failures.extend(errors)
 
-    def forward(self, batch: Batch) -> npt.NDArray[np.int64]:
-        """See `Engine.forward`."""
+    def forward(self, batch: Batch) -> StepOutput:
+        """See `Engine.forward`. Knows no probabilities."""
+        assert len(batch.sampling.logprob_rows) == 0 and len(batch.scoring) == 0, "the fake has no log-probabilities"
+        return StepOutput(token_ids=self._step(batch))
+
+    def _step(self, batch: Batch) -> npt.NDArray[np.int64]:
         if not self._may_run.is_set():
             self._stopped = True
             self._may_run.wait()
@@ -152,7 +157,7 @@ class FakeEngine:
 
     def forward_logits(self, batch: Batch) -> npt.NDArray[np.float32]:
         """One-hot rows of what `forward` draws."""
-        return np.eye(VOCAB_SIZE, dtype=np.float32)[self.forward(batch)]
+        return np.eye(VOCAB_SIZE, dtype=np.float32)[self._step(batch)]
 
     def _draw(self, batch: Batch, row: int, sequence: int) -> int:
         positions = np.arange(batch.context_lens[sequence], dtype=np.int64)

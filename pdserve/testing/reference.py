@@ -7,7 +7,7 @@ of a logit, and where the two best logits are closer than that, either token is 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +15,7 @@ import numpy as np
 
 from pdserve.engine.batch import SampleRequest, SequenceChunk, build_batch
 from pdserve.engine.engine import Engine
+from pdserve.model.rope_scaling import FrequencyFactors, LinearScaling, Llama3Scaling, RopeScaling, YarnScaling
 from pdserve.model.source import ModelSource
 from pdserve.types import SamplingParams
 
@@ -42,30 +43,39 @@ class ReferenceOutput:
 
 
 def transformers_model(source: ModelSource) -> Any:
-    """A float32 LlamaForCausalLM of transformers holding the (dequantised) weights of `source`.
+    """A float32 model of transformers holding the (dequantised) weights of `source`.
 
     Any type, as transformers is not typed. Its own GGUF loader would be another reading of the file, but takes minutes.
     """
     import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
+    import transformers
 
     config = source.config
+    settings: dict[str, Any] = {
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.intermediate_size,
+        "num_hidden_layers": config.num_layers,
+        "num_attention_heads": config.num_heads,
+        "num_key_value_heads": config.num_kv_heads,
+        "head_dim": config.head_dim,
+        "rms_norm_eps": config.rms_norm_eps,
+        "rope_parameters": {"rope_theta": config.rope_theta} | _rope_parameters(config.rope_scaling),
+        "max_position_embeddings": config.max_position_embeddings,
+        "tie_word_embeddings": config.tie_word_embeddings,
+    }
     with torch.device("meta"):
-        model: Any = LlamaForCausalLM(
-            LlamaConfig(
-                vocab_size=config.vocab_size,
-                hidden_size=config.hidden_size,
-                intermediate_size=config.intermediate_size,
-                num_hidden_layers=config.num_layers,
-                num_attention_heads=config.num_heads,
-                num_key_value_heads=config.num_kv_heads,
-                head_dim=config.head_dim,
-                rms_norm_eps=config.rms_norm_eps,
-                rope_parameters={"rope_type": "default", "rope_theta": config.rope_theta},
-                max_position_embeddings=config.max_position_embeddings,
-                tie_word_embeddings=config.tie_word_embeddings,
+        model: Any
+        if config.qk_norm:
+            model = transformers.Qwen3ForCausalLM(
+                transformers.Qwen3Config(**settings, attention_bias=config.output_bias)
             )
-        )
+        elif config.qkv_bias and not config.output_bias:
+            model = transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**settings))
+        else:
+            model = transformers.LlamaForCausalLM(
+                transformers.LlamaConfig(**settings, attention_bias=config.output_bias)
+            )
     weights = {name: torch.from_numpy(source.tensor(name)) for name in source.tensor_names()}
     if config.tie_word_embeddings:
         weights["lm_head.weight"] = weights["model.embed_tokens.weight"]
@@ -74,6 +84,21 @@ def transformers_model(source: ModelSource) -> Any:
     model.load_state_dict(weights, assign=True, strict=True)
     model.eval()
     return model
+
+
+def _rope_parameters(scaling: RopeScaling | None) -> dict[str, Any]:
+    """The keys that transformers knows a scaling by."""
+    match scaling:
+        case None:
+            return {"rope_type": "default"}
+        case LinearScaling():
+            return {"rope_type": "linear"} | asdict(scaling)
+        case Llama3Scaling():
+            return {"rope_type": "llama3"} | asdict(scaling)
+        case YarnScaling():
+            return {"rope_type": "yarn"} | asdict(scaling)
+        case FrequencyFactors():
+            raise ValueError("transformers has no rotary embedding with a factor for each frequency")
 
 
 def greedy_reference(model: Path | Any, prompts: Sequence[Sequence[int]], n: int) -> list[ReferenceOutput]:
@@ -218,7 +243,7 @@ def generate(
             if count == pending:
                 scheduled.append(sequence)
         if chunks:
-            drawn = engine.forward(build_batch(chunks, block_size))
+            drawn = engine.forward(build_batch(chunks, block_size)).token_ids
             for sequence, token_id in zip(scheduled, drawn.tolist(), strict=True):
                 sequence.tokens.append(token_id)
                 sequence.num_generated += 1

@@ -5,7 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from pdserve.errors import InvalidRequestError
-from pdserve.rpc.codec import finish_to_proto, job_from_proto, stats_to_proto, target_from_proto, worker_info_to_proto
+from pdserve.rpc.codec import (
+    finish_to_proto,
+    job_from_proto,
+    logprobs_to_proto,
+    stats_to_proto,
+    target_from_proto,
+    worker_info_to_proto,
+)
 from pdserve.rpc.v1 import worker_pb2 as pb
 from pdserve.types import HandoffId, WorkerStats
 from pdserve.worker.events import (
@@ -21,6 +28,7 @@ from pdserve.worker.events import (
     PrefillCommand,
     PrefillEvent,
     PrefillStarted,
+    PromptLogprobs,
     StepTokens,
     Submit,
 )
@@ -106,6 +114,15 @@ def _prefill_event(event: PrefillEvent) -> pb.PrefillEvent:
             return pb.PrefillEvent(
                 started=pb.PrefillStarted(request_id=request_id, attempt=attempt, decode_worker=event.decode_worker)
             )
+        case PromptLogprobs():
+            return pb.PrefillEvent(
+                prompt_logprobs=pb.PromptLogprobs(
+                    request_id=request_id,
+                    attempt=attempt,
+                    first_index=event.first_index,
+                    logprobs=logprobs_to_proto(event.tokens),
+                )
+            )
         case FirstToken():
             return pb.PrefillEvent(
                 first_token=pb.FirstToken(
@@ -117,6 +134,7 @@ def _prefill_event(event: PrefillEvent) -> pb.PrefillEvent:
                     queue_s=event.queue_s,
                     prefill_s=event.prefill_s,
                     cached_tokens=event.cached_tokens,
+                    logprobs=None if event.logprobs is None else logprobs_to_proto([event.logprobs]),
                 )
             )
         case HandedOff():
@@ -146,6 +164,7 @@ def _decode_event(event: DecodeEvent) -> pb.DecodeEvent:
                     finish_reason=finish_to_proto(event.finish_reason),
                     first_step_s=event.first_step_s,
                     local_prefill_tokens=event.local_prefill_tokens,
+                    logprobs=logprobs_to_proto(event.logprobs) if event.logprobs else None,
                 )
             )
         case JobFailed():

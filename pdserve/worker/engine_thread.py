@@ -12,11 +12,12 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 import numpy as np
-import numpy.typing as npt
 
 from pdserve.engine.batch import Batch
 from pdserve.engine.engine import Engine
+from pdserve.engine.output import StepOutput
 from pdserve.errors import InternalError
+from pdserve.types import TokenLogprobs
 
 log = logging.getLogger(__name__)
 
@@ -106,6 +107,10 @@ class StepResult:
 
     token_ids: list[int]
     """The token drawn for each logit row of the batch."""
+    logprobs: dict[int, TokenLogprobs]
+    """Those of drawn tokens, by logit row, where asked for."""
+    prompt_logprobs: dict[int, tuple[TokenLogprobs, ...]]
+    """Those of prompt tokens, by sequence of the batch, where asked for."""
     duration_s: float
     query_lens: list[int]
     """Query tokens of each sequence of the batch, as computed."""
@@ -133,13 +138,13 @@ class StepRunner:
     async def step(self, batch: Batch) -> StepResult:
         """Run one forward pass. Raises InternalError, after logging the cause, if the engine does."""
 
-        def forward() -> tuple[npt.NDArray[np.int64], float]:
+        def forward() -> tuple[StepOutput, float]:
             begin = time.monotonic()
-            drawn = self.engine.forward(batch)
-            return drawn, time.monotonic() - begin
+            output = self.engine.forward(batch)
+            return output, time.monotonic() - begin
 
         try:
-            token_ids, duration_s = await self._thread.call(forward)
+            output, duration_s = await self._thread.call(forward)
         except Exception as error:
             self._failures += 1
             log.exception("engine step failed", extra={"sequences": batch.num_seqs, "tokens": batch.num_tokens})
@@ -149,5 +154,11 @@ class StepRunner:
         self.num_steps += 1
         self.num_query_tokens += batch.num_tokens
         self.num_prefill_tokens += int(query_lens[query_lens > 1].sum())
-        self.num_sampled_tokens += len(token_ids)
-        return StepResult(token_ids=token_ids.tolist(), duration_s=duration_s, query_lens=query_lens.tolist())
+        self.num_sampled_tokens += len(output.token_ids)
+        return StepResult(
+            token_ids=output.token_ids.tolist(),
+            logprobs=output.drawn_logprobs(batch),
+            prompt_logprobs=output.scored_prompts(batch),
+            duration_s=duration_s,
+            query_lens=query_lens.tolist(),
+        )

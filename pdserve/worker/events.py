@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from pdserve.errors import PdServeError
-from pdserve.types import DecodeTarget, FinishReason, GenerationJob, HandoffId
+from pdserve.types import DecodeTarget, FinishReason, GenerationJob, HandoffId, TokenLogprobs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,6 +83,16 @@ class PrefillStarted:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PromptLogprobs:
+    """Log-probabilities of a part of the prompt, for a job that asked for them."""
+
+    id: HandoffId
+    first_index: int
+    """Index in the prompt of the first of `tokens`."""
+    tokens: tuple[TokenLogprobs, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class FirstToken:
     """The prompt is computed and the next token drawn."""
 
@@ -94,6 +104,8 @@ class FirstToken:
     queue_s: float
     prefill_s: float
     cached_tokens: int = 0
+    logprobs: TokenLogprobs | None = None
+    """None if the job did not ask for it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,7 +131,9 @@ class StepTokens:
     first_step_s: float
     """Seconds of the request's first step; 0 in later messages."""
     local_prefill_tokens: int
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    """Of `token_ids`; empty if the job did not ask for them."""
 
 
-PrefillEvent = PrefillStarted | FirstToken | HandedOff | JobFailed
+PrefillEvent = PrefillStarted | PromptLogprobs | FirstToken | HandedOff | JobFailed
 DecodeEvent = StepTokens | JobFailed

@@ -15,7 +15,7 @@ from pdserve.config import Config
 from pdserve.config.schema import WorkerSection
 from pdserve.errors import ConfigError, StoreError
 from pdserve.service import GrpcEndpoint, new_incarnation
-from pdserve.store.client import Store
+from pdserve.store.client import Store, require_shared
 from pdserve.store.registry import WorkerRegistration
 from pdserve.types import Role, WorkerStats
 from pdserve.worker.engine_thread import EngineThread, StepRunner
@@ -25,9 +25,6 @@ from pdserve.worker.tasks import TaskScope
 from pdserve.worker_info import WorkerInfo
 
 log = logging.getLogger(__name__)
-
-STUCK_STEP_S = 60.0
-"""A step that takes longer has hung: no batch within the token budget takes this long on any supported machine."""
 
 ENGINE_JOIN_S = 10.0
 """How long a stopping worker waits for the step in progress."""
@@ -48,10 +45,8 @@ class WorkerHost:
         section: WorkerSection,
         *,
         engine_factory: EngineFactory | None,
-        stuck_step_s: float,
     ) -> None:
-        """`section` is the role's own part of `config`. `engine_factory` replaces loading the configured model.
-        Liveness fails while one step takes longer than `stuck_step_s`."""
+        """`section` is the role's own part of `config`. `engine_factory` replaces loading the configured model."""
         self.config = config
         self.role = role
         self.worker_id = section.worker_id or f"{role}-{secrets.token_hex(4)}"
@@ -66,7 +61,6 @@ class WorkerHost:
         """Whether the engine's thread was still busy when the worker had to stop."""
         self._section = section
         self._engine_factory = engine_factory or load_model
-        self._stuck_step_s = stuck_step_s
         self._opened: GrpcEndpoint | None = None
         self._thread: EngineThread | None = None
         self._store: Store | None = None
@@ -80,12 +74,7 @@ class WorkerHost:
         From the start the process is alive to health probes, and ready only after `announce`.
         """
         config = self.config
-        if config.store.url == "embedded":
-            raise ConfigError(
-                "store.url: a worker of its own needs a redis that others reach too; give redis://host:port "
-                "(`embedded` is for `pdserve up` and `pdserve demo`)",
-                field="store.url",
-            )
+        require_shared(config.store.url)
         self.endpoint = self._opened = GrpcEndpoint(self._section.listen, f"{self.role}.listen")
         address = self._advertised()
         late = LateServices()
@@ -208,15 +197,14 @@ class WorkerHost:
 
     async def _watch(self, thread: EngineThread) -> None:
         """Fail the liveness probe while a step hangs. A worker that is merely busy, or without redis, stays alive."""
-        live = True
+        live, limit_s = True, self.config.health.step_timeout_s
         while True:
-            await asyncio.sleep(min(1.0, self._stuck_step_s / 4))
-            stuck = thread.busy_s(time.monotonic()) > self._stuck_step_s
+            await asyncio.sleep(min(1.0, limit_s / 4))
+            stuck = thread.busy_s(time.monotonic()) > limit_s
             if stuck == live:
                 live = not stuck
-                log.log(
-                    logging.ERROR if stuck else logging.INFO,
-                    "engine step %s",
-                    f"has not returned for {self._stuck_step_s:g} s" if stuck else "has returned after all",
-                )
+                if stuck:
+                    log.error("engine step has not returned for %g s (health.step_timeout_s)", limit_s)
+                else:
+                    log.info("engine step has returned after all")
                 await self.endpoint.set_live(live)

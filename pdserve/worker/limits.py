@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from pdserve.errors import InvalidRequestError, PromptTooLongError
-from pdserve.types import GenerationJob
+from pdserve.types import (
+    MAX_LOGIT_BIAS,
+    MAX_LOGPROBS,
+    MAX_PENALTY,
+    MAX_REPETITION_PENALTY,
+    GenerationJob,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -17,15 +25,35 @@ class JobLimits:
     """Longest sequence, prompt and output, in tokens."""
 
     def check(self, job: GenerationJob) -> None:
-        """Raise InvalidRequestError for a token id that does not exist, PromptTooLongError for a sequence too long."""
-        if min(job.token_ids) < 0 or max(job.token_ids) >= self.vocab_size:
-            wrong = next(t for t in job.token_ids if not 0 <= t < self.vocab_size)
-            raise InvalidRequestError(
-                f"job.token_ids: {wrong} is not a token id; the model has {self.vocab_size}", field="job.token_ids"
-            )
+        """Raise InvalidRequestError for a token id that does not exist or parameters that make no distribution,
+        PromptTooLongError for a sequence too long."""
+        self._check_ids("job.token_ids", job.token_ids)
+        self._check_ids("job.stop_token_ids", job.stop_token_ids)
+        self._check_ids("job.logit_bias_ids", [token_id for token_id, _ in job.sampling.logit_bias])
+        sampling = job.sampling
+        for name, value, low, high in (
+            ("presence_penalty", sampling.presence_penalty, -MAX_PENALTY, MAX_PENALTY),
+            ("frequency_penalty", sampling.frequency_penalty, -MAX_PENALTY, MAX_PENALTY),
+            ("repetition_penalty", sampling.repetition_penalty, math.ulp(0.0), MAX_REPETITION_PENALTY),
+            *(("logit_bias_values", value, -MAX_LOGIT_BIAS, MAX_LOGIT_BIAS) for _, value in sampling.logit_bias),
+            ("num_logprobs", job.num_logprobs or 0, 0, MAX_LOGPROBS),
+            ("num_prompt_logprobs", job.num_prompt_logprobs or 0, 0, MAX_LOGPROBS),
+        ):
+            # False for NaN.
+            if not low <= value <= high:
+                raise InvalidRequestError(
+                    f"job.{name}: must be between {low:g} and {high:g}, got {value:g}", field=f"job.{name}"
+                )
         if job.max_total_tokens > self.max_model_len:
             raise PromptTooLongError(
                 f"job.token_ids: {job.num_prompt_tokens} prompt tokens and up to {job.max_new_tokens} new ones exceed "
                 f"the {self.max_model_len} tokens of the model",
                 field="job.token_ids",
+            )
+
+    def _check_ids(self, field: str, token_ids: Sequence[int]) -> None:
+        if token_ids and (min(token_ids) < 0 or max(token_ids) >= self.vocab_size):
+            wrong = next(t for t in token_ids if not 0 <= t < self.vocab_size)
+            raise InvalidRequestError(
+                f"{field}: {wrong} is not a token id; the model has {self.vocab_size}", field=field
             )

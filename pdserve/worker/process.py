@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import logging
-import os
-import sys
 from collections.abc import Callable
 from typing import Protocol
 
-from pdserve.service import Service, run_service
+from pdserve.service import EXIT_USAGE, Service, end_process, run_service
 from pdserve.worker.host import WorkerHost
 
 
@@ -21,7 +18,7 @@ class WorkerService(Service, Protocol):
 
 
 def run_worker(make: Callable[[], WorkerService]) -> int:
-    """Run a worker to its end. Returns the exit code, or ends the process with it."""
+    """Run a worker to its end and end the process with its exit code. Returns that of a start that failed."""
     made: list[WorkerService] = []
 
     def make_and_keep() -> WorkerService:
@@ -29,10 +26,7 @@ def run_worker(make: Callable[[], WorkerService]) -> int:
         return made[-1]
 
     code = run_service(make_and_keep)
-    if any(service.host.engine_left_behind for service in made):
-        # The interpreter cannot be taken down under a thread that is inside a compute library: that aborts the process.
-        logging.shutdown()
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
+    # An orderly end of the interpreter would abort under a thread that was left behind inside a compute library.
+    if code != EXIT_USAGE or any(service.host.engine_left_behind for service in made):
+        end_process(code)
     return code

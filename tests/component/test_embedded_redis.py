@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import os
-import shutil
 import signal
+import socket
 import sys
+import tempfile
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -84,7 +85,40 @@ async def test_server_is_gone_when_its_parent_is_killed() -> None:
     await eventually(
         lambda: not server.is_running() or server.status() == psutil.STATUS_ZOMBIE, "the server died with its parent"
     )
-    shutil.rmtree(Path(url.removeprefix("unix://")).parent)
+    directory = Path(url.removeprefix("unix://")).parent
+    # Nobody could remove the directory; the next server does.
+    EmbeddedRedis().close()
+    assert not directory.exists()
+
+
+def test_directories_of_servers_in_use_are_left_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    (tmp_path / "pdserve-redis-abandoned").mkdir()
+    (tmp_path / "other").mkdir()
+    starting = EmbeddedRedis()
+    assert sorted(p.name for p in tmp_path.iterdir()) == sorted(["other", starting.directory.name])
+    with EmbeddedRedis() as running:
+        EmbeddedRedis().close()
+        assert starting.directory.exists()
+        assert Path(running.url.removeprefix("unix://")).is_socket()
+    starting.close()
+    assert [p.name for p in tmp_path.iterdir()] == ["other"]
+
+
+def test_a_directory_of_which_only_the_server_is_alive_is_left_alone(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Where the kernel does not end a server with its owner."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    orphan = tmp_path / "pdserve-redis-x"
+    orphan.mkdir()
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind(str(orphan / "redis.sock"))
+        server.listen()
+        EmbeddedRedis().close()
+        assert orphan.exists()
+    EmbeddedRedis().close()
+    assert not orphan.exists()
 
 
 def test_a_server_that_cannot_start_is_reported_with_its_output(tmp_path: Path) -> None:

@@ -137,13 +137,13 @@ def test_damaged_kv_changes_the_tokens(rig: Rig) -> None:
     for prompt, expected in zip(some.prompts, some.expected, strict=True):
         engine = load_engine(rig.source, num_blocks=4)
         chunk = SequenceChunk(token_ids=prompt, start_position=0, block_table=table, sample=greedy)
-        ids = engine.forward(build_batch([chunk], 16)).tolist()
+        ids = engine.forward(build_batch([chunk], 16)).token_ids.tolist()
         assert ids[0] == expected[0]
         engine.store.write([0], 2, 3, memoryview(bytes(engine.layout.layer_nbytes)))
         while len(ids) < NUM_NEW_TOKENS:
             start = len(prompt) + len(ids) - 1
             chunk = SequenceChunk(token_ids=ids[-1:], start_position=start, block_table=table, sample=greedy)
-            ids += engine.forward(build_batch([chunk], 16)).tolist()
+            ids += engine.forward(build_batch([chunk], 16)).token_ids.tolist()
         assert tuple(ids) != expected
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 import grpc
 import pytest
 
-from kv_transfer import Busy, Handoff, HandoffReceiver, HandoffSender, TransferConfig
+from kv_transfer import Busy, Handoff, HandoffReceiver, HandoffSender, Room, TransferConfig
 from kv_transfer.transports import TRANSPORTS
 from kv_transfer.transports.base import TransportKind
 from pdserve.errors import (
@@ -81,8 +81,10 @@ class CountingAdmission:
         self.committed: dict[HandoffId, int] = {}
         self.superseded: list[HandoffId] = []
         self.refusal: PdServeError | None = None
+        self.num_held_tokens = 0
+        """What it claims to hold already of every hand-off."""
 
-    def reserve(self, job: GenerationJob, handoff: HandoffId, num_tokens: int) -> Sequence[int] | Busy:
+    def reserve(self, job: GenerationJob, handoff: HandoffId, num_tokens: int) -> Room | Busy:
         if self.refusal is not None:
             raise self.refusal
         assert handoff not in self.held
@@ -90,7 +92,7 @@ class CountingAdmission:
         if n > len(self.free):
             return Busy(handoff, 0.25)
         self.held[handoff] = [self.free.pop() for _ in range(n)]
-        return self.held[handoff]
+        return Room(tuple(self.held[handoff]), self.num_held_tokens)
 
     def release(self, handoff: HandoffId) -> None:
         assert handoff not in self.committed
@@ -245,6 +247,25 @@ async def test_every_block_arrives_as_it_was(transport: str) -> None:
         assert 0 <= result.transfer_s < 5 and 0 <= result.commit_s < 5
         assert d.receiver.stats.bytes_received == p.sender.stats.bytes_posted == result.kv_bytes
         assert d.receiver.stats.num_committed == p.sender.stats.num_committed == 1
+        d.finish(handoff.id)
+
+
+@pytest.mark.parametrize("held", [16, 80, 96])
+async def test_blocks_that_the_decode_worker_holds_are_neither_sent_nor_touched(held: int) -> None:
+    async with decode_worker() as d, prefill_worker() as p:
+        blocks = list(range(7))
+        p.store.fill(blocks, seed=1)
+        d.store.data[:] = 0xEE
+        d.admission.num_held_tokens = held
+        handoff = p.begin(d.target, blocks, num_tokens=97)
+        await handoff.reserve()
+        handoff.advance(50)
+        handoff.advance(97)
+        result = await handoff.commit(7)
+        here, n = d.admission.held[handoff.id], held // 16
+        assert result.kv_bytes == (7 - n) * LAYOUT.block_nbytes == d.receiver.stats.bytes_received
+        assert d.store.content(here[n:]) == p.store.content(blocks[n:])
+        assert set(d.store.content(here[:n])) == {0xEE}
         d.finish(handoff.id)
 
 
@@ -409,9 +430,9 @@ async def test_a_fenced_link_comes_back_and_the_other_hand_offs_on_it_start_over
         await bystander.reserve()
         with pytest.raises(HandoffError, match="damaged 4 times"):
             await hand_over(p, d, [9], request_id="unlucky")
+        await eventually(lambda: "LinkLost Reserving" in bystander.history, "the prefill worker knows of the fence")
         bystander.advance(64)
         await bystander.commit(1)
-        assert "LinkLost Reserving" in bystander.history
         assert d.store.content(d.admission.held[bystander.id]) == p.store.content(range(4))
         assert not p.lost
 

@@ -324,12 +324,14 @@ async def test_start_up_errors_name_the_setting(
         taken = config.model_copy(update={"router": config.router.model_copy(update={"listen": first.address})})
         wrong_model = config.model_copy(update={"model": config.model.model_copy(update={"path": str(tmp_path / "x")})})
         no_store = config.model_copy(update={"store": config.store.model_copy(update={"url": "redis://127.0.0.1:1/0"})})
+        embedded = config.model_copy(update={"store": config.store.model_copy(update={"url": "embedded"})})
         too_long = config.model_copy(update={"model": config.model.model_copy(update={"max_model_len": CONTEXT + 1})})
         for wrong, kind, words in [
             (taken, ConfigError, first.address),
             (wrong_model, ModelLoadError, str(tmp_path / "x")),
             (no_store, StoreError, "127.0.0.1:1"),
             (too_long, ConfigError, "model.max_model_len"),
+            (embedded, ConfigError, "store.url: a process of its own needs a redis"),
         ]:
             service = RouterService(wrong)
             with pytest.raises(kind, match=words.replace(".", r"\.")):

@@ -377,10 +377,16 @@ BAD: list[tuple[str, pb.GenerateRequest, str, str]] = [
     ("no input", pb.GenerateRequest(), "invalid_request", "input"),
     ("no tokens", ask(prompt=()), "invalid_request", "token_ids.ids"),
     ("empty text", ask(text=""), "invalid_request", "text"),
+    (
+        "nothing said",
+        ask(chat=pb.ChatPrompt(messages=[pb.ChatMessage(role="user", content=" ")])),
+        "invalid_request",
+        "chat.messages[0].content",
+    ),
     ("no messages", ask(chat=pb.ChatPrompt()), "invalid_request", "chat.messages"),
     (
         "no template",
-        ask(chat=pb.ChatPrompt(messages=[pb.ChatMessage(role="user")])),
+        ask(chat=pb.ChatPrompt(messages=[pb.ChatMessage(role="user", content="hi")])),
         "invalid_request",
         "chat.messages",
     ),

@@ -175,7 +175,8 @@ async def test_worker_is_alive_but_not_ready_while_its_model_loads(config: Confi
 async def test_liveness_fails_while_a_step_hangs_and_comes_back(config: Config) -> None:
     """O-OPS-2."""
     engines = FakeEngines()
-    service = PrefillService(config, engine_factory=engines, stuck_step_s=0.2)
+    health = config.health.model_copy(update={"step_timeout_s": 0.2})
+    service = PrefillService(config.model_copy(update={"health": health}), engine_factory=engines)
     await service.start()
     try:
         address = service.host.info.address

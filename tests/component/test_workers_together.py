@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
 import random
 import time
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
-from dataclasses import dataclass
-from typing import Any
 
 import pytest
 
@@ -16,77 +11,16 @@ from pdserve.config import Config
 from pdserve.rpc.v1 import common_pb2
 from pdserve.rpc.v1 import worker_pb2 as pb
 from pdserve.testing.cluster import InProcessCluster, test_config
-from pdserve.testing.fake_engine import FakeEngine, FakeEngines, expected
+from pdserve.testing.fake_engine import FakeEngines, expected
 from pdserve.testing.waiting import eventually
 from pdserve.testing.worker_client import ScriptedRouter
-from pdserve.types import DecodeTarget, GenerationJob, HandoffId
+from pdserve.testing.worker_rig import prompt_of, rig
+from pdserve.types import GenerationJob, HandoffId
 
 
 @pytest.fixture
 def config(redis_url: str, cluster_name: str) -> Config:
     return test_config(redis_url, cluster_name)
-
-
-def prompt_of(num_tokens: int, salt: int = 0) -> tuple[int, ...]:
-    """Some prompt; another one for each `salt`."""
-    return tuple(random.Random(num_tokens * 1000 + salt).choices(range(251), k=num_tokens))
-
-
-@dataclass
-class Rig:
-    """A running cluster of fake engines and a router with sessions to all of it."""
-
-    cluster: InProcessCluster
-    router: ScriptedRouter
-    prefill: list[FakeEngine]
-    decode: list[FakeEngine]
-    numbers: Any
-
-    @property
-    def targets(self) -> list[DecodeTarget]:
-        """All decode workers, in order."""
-        return [d.host.info.target for d in self.cluster.decode]
-
-    def job(self, prompt: tuple[int, ...], max_new: int = 8, *, name: str | None = None, **rest: Any) -> GenerationJob:
-        """A first attempt unless `rest` says otherwise."""
-        fields: dict[str, Any] = {"attempt": 1, "num_prompt_tokens": len(prompt), **rest}
-        return GenerationJob(
-            request_id=name or f"q{next(self.numbers)}",
-            router_id=self.router.router_id,
-            token_ids=prompt,
-            max_new_tokens=max_new,
-            **fields,
-        )
-
-    async def submit(self, prompt: tuple[int, ...], max_new: int = 8, **rest: Any) -> HandoffId:
-        """Send a job to the first prefill worker, with all decode workers as candidates."""
-        return await self.router.submit(self.job(prompt, max_new, **rest), self.targets)
-
-    async def works(self) -> None:
-        """A canary: a request goes through."""
-        key = await self.submit(prompt_of(20))
-        await self.router.finished(key)
-        assert self.router.output(key) == expected(prompt_of(20), 8)
-
-
-@asynccontextmanager
-async def rig(
-    config: Config, *, prefill: int = 1, decode: int = 1, prefill_blocks: int = 64, decode_blocks: int = 64
-) -> AsyncIterator[Rig]:
-    """Start everything; at the end check that nothing is left."""
-    p = [FakeEngines(num_blocks=prefill_blocks) for _ in range(prefill)]
-    d = [FakeEngines(num_blocks=decode_blocks) for _ in range(decode)]
-    cluster = InProcessCluster(config, prefill=prefill, decode=decode, prefill_engines=p, decode_engines=d)
-    async with cluster:
-        sessions = [
-            *(("prefill", s.host.info.address) for s in cluster.prefill),
-            *(("decode", s.host.info.address) for s in cluster.decode),
-        ]
-        async with ScriptedRouter(*sessions) as router:
-            yield Rig(cluster, router, [e.engine for e in p], [e.engine for e in d], itertools.count(1))
-            for engine in (*(e.engine for e in p), *(e.engine for e in d)):
-                engine.resume()
-            await cluster.quiet()
 
 
 async def test_each_prompt_gets_its_own_exact_tokens(config: Config) -> None:
@@ -376,6 +310,10 @@ async def test_random_cancels_under_load_disturb_nobody_else(config: Config) -> 
                 victim = rng.choice(keys)[1]
                 cancelled.add(victim)
                 await r.router.cancel(victim)
+        # Workers are quiet before the last of their messages has arrived.
+        for _, key in keys:
+            if key not in cancelled:
+                await r.router.finished(key)
         await r.cluster.quiet(20.0)
         for job, key in keys:
             want = expected(job.token_ids, job.max_new_tokens)

@@ -10,9 +10,12 @@ import pytest
 import torch
 
 from pdserve.engine import Engine, SampleRequest, SequenceChunk, build_batch, load_engine
+from pdserve.engine.batch import ScoreRequest
+from pdserve.engine.logit_edits import SequenceEdits
 from pdserve.engine.sampler import sample
 from pdserve.model.source import ModelSource, open_model
 from pdserve.testing.reference import generate, greedy_reference
+from pdserve.testing.tiny_families import ROPE_SCALINGS, make_tiny_family
 from pdserve.testing.tiny_models import make_tiny_kv
 from pdserve.types import SamplingParams
 
@@ -56,6 +59,10 @@ def test_tokens_equal_transformers(model: Path, source: ModelSource, budget_toke
 
 def test_draws_equal_those_of_the_cpu() -> None:
     rng = np.random.default_rng(6)
+    penalised = SamplingParams(
+        presence_penalty=0.5, frequency_penalty=0.25, repetition_penalty=1.3, logit_bias=((3, 100.0), (7, 2.5))
+    )
+    edits = SequenceEdits(penalised, rng.integers(0, 5000, size=300).tolist(), rng.integers(0, 5000, size=50).tolist())
     logits = torch.from_numpy(rng.normal(size=(64, 5000)).astype(np.float32) * 3)
     chunks = [
         SequenceChunk(
@@ -70,12 +77,35 @@ def test_draws_equal_those_of_the_cpu() -> None:
                     seed=int(rng.integers(0, 2**64, dtype=np.uint64)),
                 ),
                 forbidden_token_ids=(3, 5),
+                edits=edits.row() if i % 2 else None,
             ),
         )
-        for _ in range(64)
+        for i in range(64)
     ]
     sampling = build_batch(chunks, 1 << 20).sampling
     assert sample(logits.cuda(), sampling).tolist() == sample(logits.clone(), sampling).tolist()
+
+
+def test_logprobs_equal_those_of_the_cpu(source: ModelSource) -> None:
+    (prompt,) = random_prompts(source, [200])
+    chunk = SequenceChunk(
+        token_ids=prompt,
+        start_position=0,
+        block_table=range(16),
+        sample=SampleRequest(params=SamplingParams(temperature=0.0), num_logprobs=20),
+        score=ScoreRequest(target_ids=prompt[1:], num_top=5),
+    )
+    on_gpu, on_cpu = (
+        load_engine(source, device=device, num_blocks=16).forward(build_batch([chunk], 16))
+        for device in ("cuda", "cpu")
+    )
+    for ours, theirs in (
+        (on_gpu.logprobs, on_cpu.logprobs),
+        (on_gpu.prompt_logprobs, on_cpu.prompt_logprobs),
+    ):
+        assert ours is not None and theirs is not None
+        np.testing.assert_allclose(ours.logprobs, theirs.logprobs, atol=1e-3)
+        np.testing.assert_allclose(ours.top_logprobs, theirs.top_logprobs, atol=1e-3)
 
 
 def decode_batch(sampling: SamplingParams, rows: int = 8) -> list[SequenceChunk]:
@@ -94,8 +124,30 @@ def decode_batch(sampling: SamplingParams, rows: int = 8) -> list[SequenceChunk]
     "sampling", [SamplingParams(temperature=0.0), SamplingParams(), SamplingParams(top_k=20, top_p=0.9)], ids=str
 )
 def test_a_step_waits_for_the_device_exactly_once(source: ModelSource, sampling: SamplingParams) -> None:
+    assert num_waits(source, decode_batch(sampling)) == 1
+
+
+@pytest.mark.parametrize(("family", "scaling"), [("qwen2", "llama3"), ("qwen3", "yarn"), ("phi3", None)])
+def test_biases_norms_and_scaled_positions_compute_alike_and_never_wait(
+    tmp_path: Path, family: str, scaling: str | None
+) -> None:
+    rope = {"rope_theta": 10000.0} | (ROPE_SCALINGS[scaling] if scaling else {"rope_type": "default"})
+    source = open_model(str(make_tiny_family(tmp_path / "model", family, rope_parameters=rope)))
+    assert num_waits(source, decode_batch(SamplingParams(temperature=0.0))) == 1
+    (prompt,) = random_prompts(source, [200])
+    request = SampleRequest(params=SamplingParams(temperature=0.0))
+    chunk = SequenceChunk(token_ids=prompt, start_position=0, block_table=range(16), sample=request)
+    on_gpu, on_cpu = (
+        load_engine(source, device=device, num_blocks=16).forward_logits(build_batch([chunk], 16))
+        for device in ("cuda", "cpu")
+    )
+    np.testing.assert_allclose(on_gpu, on_cpu, atol=1e-3)
+
+
+def num_waits(source: ModelSource, chunks: list[SequenceChunk]) -> int:
+    """How often the host waits for the device in a step that has run before."""
     engine = load_engine(source, device="cuda", num_blocks=64)
-    batch = build_batch(decode_batch(sampling), 16)
+    batch = build_batch(chunks, 16)
     engine.forward(batch)
     torch.cuda.set_sync_debug_mode("warn")
     try:
@@ -104,7 +156,7 @@ def test_a_step_waits_for_the_device_exactly_once(source: ModelSource, sampling:
             engine.forward(batch)
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    assert len([w for w in caught if "synchroniz" in str(w.message)]) == 1
+    return len([w for w in caught if "synchroniz" in str(w.message)])
 
 
 def prefilled(source: ModelSource, prompt: list[int], dtype: str) -> Engine:

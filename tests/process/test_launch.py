@@ -208,9 +208,13 @@ def test_a_worker_that_is_killed_comes_back(settings: dict[str, Any]) -> None:
 
         wait_for(back, "decode-0 is ready again", READY_TIMEOUT_S)
         assert client.generate("Once", max_tokens=4, ignore_eos=True).placement.decode_worker == "decode-0"
-        assert "decode-0 was killed by SIGKILL" in up.stderr
         up.process.send_signal(signal.SIGTERM)
         assert up.wait() == 0, up.stderr
+        # Away from a terminal every line is JSON, the launcher's own as well.
+        entries = [json.loads(line) for line in up.stderr.splitlines()]
+        (told,) = (e["msg"] for e in entries if "decode-0 was killed by SIGKILL" in e["msg"])
+        # Of what decode-0 has written, which is there already, only the end is repeated.
+        assert len(told.splitlines()) <= 5
 
 
 def test_a_redis_that_is_killed_comes_back_and_serving_goes_on(settings: dict[str, Any]) -> None:
@@ -273,8 +277,9 @@ def test_a_cluster_in_python_starts_stops_and_holds_nothing(config: Config, monk
     monkeypatch.setenv("PDSERVE__MODEL__PATH", "/nowhere/model.gguf")
     for name in ("REDIS_PORT", "ROUTER_PORT", "PREFILL_PORT", "DECODE_PORT", "GRPC_PORT", "PDSERVE_PORT"):
         monkeypatch.setenv(name, "tcp://10.0.0.1:6379")
+    others = set(psutil.Process().children(recursive=True))
     with LocalCluster(config) as cluster:
-        descendants = psutil.Process().children(recursive=True)
+        descendants = [p for p in psutil.Process().children(recursive=True) if p not in others]
         with Client(cluster.address, timeout_s=30) as client:
             result = client.generate("Once upon a time", max_tokens=8, temperature=0, ignore_eos=True)
             assert result.placement.decode_local_prefill_tokens == 0
@@ -297,6 +302,7 @@ def test_a_cluster_in_python_can_lose_a_process(config: Config) -> None:
 
 def test_a_cluster_that_cannot_start_leaves_nothing(config: Config) -> None:
     wrong = config.model_copy(update={"model": config.model.model_copy(update={"path": "/nowhere/model.gguf"})})
+    others = set(psutil.Process().children(recursive=True))
     with pytest.raises(StartError, match=r"ended with exit code 2: .*/nowhere/model\.gguf"):
         LocalCluster(wrong).start()
-    assert gone(psutil.Process().children(recursive=True))
+    assert gone([p for p in psutil.Process().children(recursive=True) if p not in others])

@@ -78,10 +78,14 @@ def test_dtypes_are_those_that_kernels_expect() -> None:
         "positions": np.int64,
         "forbidden_rows": np.int64,
         "forbidden_ids": np.int64,
+        "num_logprobs": np.int32,
     }
-    assert {
-        f.name: getattr(batch.sampling, f.name).dtype for f in dataclasses.fields(batch.sampling)
-    } == expected_sampling
+    names = {f.name for f in dataclasses.fields(batch.sampling)}
+    assert names == {*expected_sampling, "edits"}
+    assert {name: getattr(batch.sampling, name).dtype for name in expected_sampling} == expected_sampling
+    edits, scoring = batch.sampling.edits, batch.scoring
+    assert (edits.rows.dtype, edits.ids.dtype, edits.terms.dtype) == (np.int64, np.int64, np.float32)
+    assert (scoring.rows.dtype, scoring.target_ids.dtype, scoring.num_top.dtype) == (np.int64, np.int64, np.int32)
 
 
 def test_sampling_parameters_go_to_the_rows_of_their_chunks() -> None:
@@ -131,7 +135,7 @@ def test_stop_ids_are_forbidden_for_exactly_the_first_min_new_tokens() -> None:
         min_new_tokens=2,
         stop_token_ids=(7, 9),
     )
-    assert [SampleRequest.for_job(job, i).forbidden_token_ids for i in range(4)] == [(7, 9), (7, 9), (), ()]
+    assert [SampleRequest.for_job(job, i, None).forbidden_token_ids for i in range(4)] == [(7, 9), (7, 9), (), ()]
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import asyncio
 import io
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -18,9 +19,12 @@ import pytest
 from pdserve import __version__
 from pdserve.cli.main import COMMANDS, LazyGroup, cli, main
 from pdserve.cli.timeline import bar_cells
+from pdserve.cli.up import describe
+from pdserve.config import load_config
+from pdserve.launch.cluster import LocalCluster
 from pdserve.rpc.v1 import common_pb2
 from pdserve.rpc.v1 import inference_pb2 as pb
-from pdserve.testing.fake_router import FakeRouter
+from pdserve.testing.fake_router import FakeRouter, last_response
 
 CapturedOutput = pytest.CaptureFixture[str]
 
@@ -73,11 +77,15 @@ def test_version(capsys: CapturedOutput) -> None:
     ("arguments", "message"),
     [
         (["statsu"], "error: no such command 'statsu', did you mean 'status'? (see `pdserve --help`)"),
+        (["bogus"], "error: no such command 'bogus'; there are up, demo, generate, "),
         (["generate"], "error: Missing argument 'PROMPT'. (see `pdserve generate --help`)"),
         (["generate", "--max-tokens", "many", "Hi"], "'many' is not a valid integer"),
         (["generate", "--raw", "--system", "x", "Hi"], "--system belongs to a chat"),
         (["status", "--router", "nowhere"], "router.listen: must be host:port"),
         (["config", "check", "--set", "router.listen"], "--set router.listen: must look like section.key=value"),
+        (["generate", ""], "error: prompt: is empty\n"),
+        (["generate", " \n"], "error: prompt: is empty\n"),
+        (["generate", "--raw", ""], "error: prompt: is empty\n"),
         (["config", "check", "absent.yaml"], "absent.yaml: cannot be read"),
         (["prefill", "--config", "absent.yaml"], "absent.yaml: cannot be read"),
     ],
@@ -90,6 +98,12 @@ def test_a_wrong_command_line_is_exit_code_2_and_one_line(
     assert captured.out == ""
     assert message in captured.err
     assert "Traceback" not in captured.err
+
+
+def test_the_setting_that_the_error_suggests_is_accepted(capsys: CapturedOutput) -> None:
+    assert main(["config", "show", "--set", "nonsense"]) == 2
+    suggested = capsys.readouterr().err.strip().rpartition(" ")[2]
+    assert main(["config", "show", "--set", suggested]) == 0
 
 
 def test_config_check_reports_every_problem_at_once(tmp_path: Path, capsys: CapturedOutput) -> None:
@@ -128,6 +142,23 @@ def test_config_schema_is_a_json_schema(capsys: CapturedOutput) -> None:
     assert json.loads(capsys.readouterr().out)["properties"]["router"]
 
 
+def test_what_up_suggests_to_try_works_and_is_repeatable(router: FakeRouter, capsys: CapturedOutput) -> None:
+    cluster = LocalCluster(load_config(environ={}))
+    cluster.listen, cluster.redis_url = router.address, "unix:///redis.sock"
+    lines = [shlex.split(line) for line in describe(cluster).splitlines() if line.startswith("  ") and " -c " in line]
+    (call,) = lines
+    exec(call[-1], {})
+    (generate,) = (line for line in describe(cluster).splitlines() if " generate " in line)
+    words = shlex.split(generate)
+    assert main(words[words.index("generate") :]) == 0
+    assert capsys.readouterr().out == "Hello, wörld\n" * 2
+    by_library, by_command = router.requests
+    assert (by_library.sampling.temperature, by_library.stop.max_tokens) == (0, 32)
+    assert by_library.sampling.HasField("temperature")
+    assert (by_command.sampling.temperature, by_command.stop.max_tokens) == (0, 64)
+    assert by_command.sampling.HasField("temperature")
+
+
 def test_generate_streams_text_and_nothing_else_to_stdout(router: FakeRouter, capsys: CapturedOutput) -> None:
     assert main(["generate", "Hi", "--router", router.address]) == 0
     captured = capsys.readouterr()
@@ -151,6 +182,75 @@ def test_generate_passes_its_options_on(router: FakeRouter, monkeypatch: pytest.
         stop=common_pb2.StopParams(max_tokens=3, ignore_eos=True, stop=["a", "b"]),
     )
     assert router.time_remaining_s[0] == pytest.approx(60, abs=10)
+
+
+def test_generate_passes_penalties_bias_and_logprobs_on(router: FakeRouter) -> None:
+    assert main(
+        ["generate", "--raw", "Once", "--presence-penalty", "0.5", "--frequency-penalty", "-0.25",
+         "--repetition-penalty", "1.5", "--logit-bias", "42=-100", "--logit-bias", "7=2.5", "--min-tokens", "2",
+         "--stop-token-id", "9", "--stop-token-id", "8", "--logprobs", "3", "--prompt-logprobs", "0",
+         "--router", router.address]
+    ) == 0  # fmt: skip
+    (sent,) = router.requests
+    assert sent.sampling == common_pb2.SamplingParams(
+        presence_penalty=0.5, frequency_penalty=-0.25, repetition_penalty=1.5, logit_bias={42: -100.0, 7: 2.5}
+    )
+    assert sent.stop == common_pb2.StopParams(min_tokens=2, ignore_eos=False, stop_token_ids=[9, 8])
+    assert (sent.logprobs, sent.HasField("prompt_logprobs"), sent.prompt_logprobs) == (3, True, 0)
+
+
+@pytest.mark.parametrize("pair", ["42", "x=1", "42=", "=3", "1.5=2"])
+def test_generate_refuses_a_bias_that_is_not_a_pair(pair: str, capsys: CapturedOutput) -> None:
+    assert main(["generate", "Hi", "--logit-bias", pair]) == 2
+    assert f"--logit-bias {pair}: must look like 42=-100" in capsys.readouterr().err
+
+
+async def _with_logprobs(request: pb.GenerateRequest) -> AsyncIterator[pb.GenerateResponse]:
+    """ "H[" with the two most likely tokens at each place, after a prompt "Hi"."""
+
+    def scores(*token_ids: int) -> common_pb2.Logprobs:
+        count = len(token_ids)
+        return common_pb2.Logprobs(
+            token_ids=token_ids,
+            logprobs=[-0.5] * count,
+            top_token_ids=[72, 91] * count,
+            top_logprobs=[-0.25, -1.5] * count,
+        )
+
+    yield pb.GenerateResponse(request_id="r", seq=0, prompt_logprobs=scores(105))
+    yield pb.GenerateResponse(request_id="r", seq=1, text_delta="H", token_ids=[72], logprobs=scores(72))
+    last = last_response("r", 2, text="[", token_ids=[91])
+    last.logprobs.CopyFrom(scores(91))
+    yield last
+
+
+def test_generate_shows_logprobs_on_stderr_after_the_text(capsys: CapturedOutput) -> None:
+    with FakeRouter(_with_logprobs) as router:
+        assert main(["generate", "Hi", "--logprobs", "2", "--prompt-logprobs", "2", "--router", router.address]) == 0
+    captured = capsys.readouterr()
+    assert captured.out == "H[\n"
+    lines = [line.split() for line in captured.err.splitlines()]
+    assert lines == [
+        ["Prompt"],
+        ["token", "id", "logprob", "most", "likely"],
+        ["'i'", "105", "-0.500", "'H'", "-0.250", "'['", "-1.500"],
+        ["Output"],
+        ["token", "id", "logprob", "most", "likely"],
+        ["'H'", "72", "-0.500", "'H'", "-0.250", "'['", "-1.500"],
+        ["'['", "91", "-0.500", "'H'", "-0.250", "'['", "-1.500"],
+    ]
+
+
+def test_generate_json_carries_logprobs_if_asked_for(capsys: CapturedOutput) -> None:
+    with FakeRouter(_with_logprobs) as router:
+        assert main(["generate", "Hi", "--logprobs", "2", "--json", "--router", router.address]) == 0
+    record = json.loads(capsys.readouterr().out)
+    top = [{"token_id": 72, "logprob": -0.25}, {"token_id": 91, "logprob": -1.5}]
+    assert record["logprobs"] == [
+        {"token_id": 72, "logprob": -0.5, "top": top},
+        {"token_id": 91, "logprob": -0.5, "top": top},
+    ]
+    assert "prompt_logprobs" not in record
 
 
 def test_generate_reads_the_prompt_from_stdin(router: FakeRouter, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -198,6 +298,19 @@ def test_no_router_is_one_line_with_a_remedy(capsys: CapturedOutput) -> None:
 async def _endless(request: pb.GenerateRequest) -> AsyncIterator[pb.GenerateResponse]:
     yield pb.GenerateResponse(request_id="endless", text_delta="once")
     await asyncio.Event().wait()
+
+
+def test_a_deadline_is_named_with_a_remedy(router: FakeRouter, capsys: CapturedOutput) -> None:
+    router.script = _endless
+    assert main(["generate", "Hi", "--timeout", "0.2", "--router", router.address]) == 1
+    err = capsys.readouterr().err
+    assert err.startswith(f"error: no complete answer from {router.address} within 0.2 s: allow more time (--timeout")
+    assert err.count("\n") == 1
+
+
+def test_space_can_be_continued_but_not_answered(router: FakeRouter) -> None:
+    assert main(["generate", "--raw", " ", "--router", router.address]) == 0
+    assert router.requests[0].text == " "
 
 
 def test_ctrl_c_cancels_the_request(router: FakeRouter) -> None:

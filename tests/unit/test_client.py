@@ -83,6 +83,8 @@ def test_every_option_reaches_the_router(client: Client, router: FakeRouter) -> 
         messages=[{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}],
         max_tokens=5, min_tokens=2, temperature=0.0, top_k=3, top_p=0.5, min_p=0.25, seed=2**64 - 1,
         stop="END", stop_token_ids=[4, 5], ignore_eos=True, model="m", request_id="mine", timeout_s=30,
+        presence_penalty=1.5, frequency_penalty=-0.5, repetition_penalty=1.25, logit_bias={7: -100, 8: 2.5},
+        logprobs=0, prompt_logprobs=3,
     )  # fmt: skip
     (sent,) = router.requests
     assert sent == pb.GenerateRequest(
@@ -94,7 +96,19 @@ def test_every_option_reaches_the_router(client: Client, router: FakeRouter) -> 
                 pb.ChatMessage(role="user", content="Hi"),
             ]
         ),
-        sampling=common_pb2.SamplingParams(temperature=0.0, top_k=3, top_p=0.5, min_p=0.25, seed=2**64 - 1),
+        sampling=common_pb2.SamplingParams(
+            temperature=0.0,
+            top_k=3,
+            top_p=0.5,
+            min_p=0.25,
+            seed=2**64 - 1,
+            presence_penalty=1.5,
+            frequency_penalty=-0.5,
+            repetition_penalty=1.25,
+            logit_bias={7: -100.0, 8: 2.5},
+        ),
+        logprobs=0,
+        prompt_logprobs=3,
         stop=common_pb2.StopParams(max_tokens=5, min_tokens=2, ignore_eos=True, stop_token_ids=[4, 5], stop=["END"]),
     )
     assert router.time_remaining_s[0] == pytest.approx(30, abs=5)
@@ -106,6 +120,9 @@ def test_options_that_are_left_out_stay_absent_so_that_the_server_decides(client
     assert list(sent.token_ids.ids) == [1, 2, 3]
     assert not sent.sampling.HasField("temperature")
     assert not sent.stop.HasField("max_tokens")
+    assert not sent.sampling.HasField("repetition_penalty")
+    assert not sent.HasField("logprobs")
+    assert not sent.HasField("prompt_logprobs")
 
 
 def test_an_empty_prompt_is_sent_and_not_taken_for_none(client: Client, router: FakeRouter) -> None:

@@ -37,10 +37,30 @@ def test_there_is_an_example_for_each_kind_of_process() -> None:
     assert {p.stem for p in EXAMPLES} >= {"local", "router", "prefill", "decode"}
 
 
-def test_the_workers_of_the_examples_could_exchange_kv() -> None:
-    prefill, decode = (load_config(p, environ={}) for p in EXAMPLES if p.stem in ("prefill", "decode"))
+def example(name: str) -> Config:
+    (path,) = (p for p in EXAMPLES if p.stem == name)
+    return load_config(path, environ={})
+
+
+@pytest.mark.parametrize("kind", ["", "-cuda"])
+def test_the_workers_of_the_examples_could_exchange_kv(kind: str) -> None:
+    prefill, decode = example(f"prefill{kind}"), example(f"decode{kind}")
     assert (prefill.engine, prefill.kv.block_size, prefill.model) == (decode.engine, decode.kv.block_size, decode.model)
     assert (prefill.cluster, prefill.store) == (decode.cluster, decode.store)
+
+
+def test_the_examples_without_a_gpu_make_a_deployment_of_one_machine() -> None:
+    router, prefill, decode = (example(name) for name in ("router", "prefill", "decode"))
+    assert router.model == prefill.model == decode.model
+    assert router.cluster == prefill.cluster == decode.cluster
+    assert router.store == prefill.store == decode.store
+    assert router.store.url.startswith("redis://127.0.0.1")
+    assert (prefill.engine.device, decode.engine.device) == ("cpu", "cpu")
+    assert {c.listen.split(":")[0] for c in (router.router, prefill.prefill, decode.decode)} == {"127.0.0.1"}
+
+
+def test_the_cuda_examples_ask_for_cuda() -> None:
+    assert {example(f"{role}-cuda").engine.device for role in ("prefill", "decode")} == {"cuda"}
 
 
 def test_file_then_environment_then_overrides(tmp_path: Path) -> None:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from random import Random
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from decode_worker.scheduler import MAX_RETRY_S, MIN_RETRY_S, DecodeScheduler
-from decode_worker.sequences import CancelReservation, Emit, FreeBlocks, NoRoom, PlannedToken, SequenceState
+from decode_worker.sequences import CancelReservation, Emit, Forget, NoRoom, PlannedChunk, SequenceState
+from pdserve.engine.block_hash import BlockHasher
+from pdserve.engine.sequence_blocks import SequenceBlocks
 from pdserve.errors import DeadlineExceededError, InternalError, InvalidRequestError, PdServeError, PromptTooLongError
 from pdserve.types import FinishReason, GenerationJob, HandoffId
 from pdserve.worker.events import DecodeEvent, JobFailed, StepTokens
@@ -29,12 +32,14 @@ def job(
     deadline: float | None = None,
     router: str = "r1",
     attempt: int = 1,
+    family: str | None = None,
 ) -> GenerationJob:
+    """Prompts of one `family` are prefixes of each other; by default each job is its own."""
     return GenerationJob(
         request_id=name,
         attempt=attempt,
         router_id=router,
-        token_ids=tuple(range(num_tokens)),
+        token_ids=tuple(Random(family or name).choices(range(1000), k=num_tokens)),
         num_prompt_tokens=num_tokens if num_prompt is None else num_prompt,
         max_new_tokens=max_new,
         min_new_tokens=min_new,
@@ -47,13 +52,25 @@ def key(name: str, attempt: int = 1) -> HandoffId:
     return HandoffId(name, attempt)
 
 
+class WatchedBlocks(SequenceBlocks):
+    """Asks `may_close` before a sequence gives its blocks back."""
+
+    may_close: Callable[[HandoffId], None]
+
+    def close(self, key: HandoffId) -> None:
+        self.may_close(key)
+        super().close(key)
+
+
 @dataclass
 class World:
     """A scheduler with its actions carried out on paper, and checked as they come."""
 
     num_blocks: int = 16
     max_batch_size: int = 4
-    held: dict[HandoffId, int] = field(default_factory=dict)
+    reserve_tokens: int = 64
+    reserved: set[HandoffId] = field(default_factory=set)
+    """Everything that ever got room."""
     cancelled_reservations: set[HandoffId] = field(default_factory=set)
     finished: list[HandoffId] = field(default_factory=list)
     """Committed hand-offs that the transfer layer may forget."""
@@ -61,13 +78,23 @@ class World:
     now: float = 100.0
 
     def __post_init__(self) -> None:
+        self.blocks = WatchedBlocks(self.num_blocks, BlockHasher(model_fingerprint="m", block_size=16))
+        self.blocks.may_close = self.check_close
         self.scheduler = DecodeScheduler(
-            num_blocks=self.num_blocks,
-            block_size=16,
+            blocks=self.blocks,
             max_batch_size=self.max_batch_size,
+            reserve_tokens=self.reserve_tokens,
             limits=JobLimits(vocab_size=1000, max_model_len=2000),
         )
-        self.step: list[PlannedToken] = []
+        self.step: list[PlannedChunk] = []
+
+    @property
+    def held(self) -> dict[HandoffId, int]:
+        """Blocks of each sequence that has any."""
+        return {k: self.blocks.num_held(k) for k in self.reserved if self.blocks.holds(k)}
+
+    def check_close(self, key: HandoffId) -> None:
+        assert key not in {c.key for c in self.step}, "freed while a step computes into the blocks"
 
     def settle(self) -> None:
         """Carry out the actions; their order and pairing must make sense."""
@@ -76,20 +103,19 @@ class World:
                 case CancelReservation(k):
                     assert k in self.held and k not in self.cancelled_reservations
                     self.cancelled_reservations.add(k)
-                case FreeBlocks(k, committed):
-                    assert k not in {t.key for t in self.step}, "freed while a step computes into the blocks"
-                    del self.held[k]
+                case Forget(k, committed):
+                    assert k not in self.held
                     self.cancelled_reservations.discard(k)
                     if committed:
                         self.finished.append(k)
                 case Emit(router, event):
                     self.events.append((router, event))
-        assert sum(self.held.values()) + self.scheduler.num_free_blocks == self.num_blocks
+        self.blocks.check_integrity()
 
     def reserve(self, job: GenerationJob) -> int | NoRoom:
         answer = self.scheduler.reserve(job, job.num_known_tokens, self.now)
         if isinstance(answer, int):
-            self.held[HandoffId(job.request_id, job.attempt)] = answer
+            self.reserved.add(HandoffId(job.request_id, job.attempt))
         self.settle()
         return answer
 
@@ -101,13 +127,21 @@ class World:
         self.scheduler.release(name)
         self.settle()
 
-    def plan(self) -> list[PlannedToken]:
+    def run(self, job: GenerationJob) -> int:
+        """Reserve and commit; gives the tokens that were held."""
+        held = self.reserve(job)
+        assert isinstance(held, int)
+        self.commit(HandoffId(job.request_id, job.attempt))
+        return held
+
+    def plan(self) -> list[PlannedChunk]:
         self.step = self.scheduler.plan_step()
         return self.step
 
     def finish_step(self, token: int = 7, *, query_lens: Sequence[int] | None = None, duration_s: float = 0.1) -> None:
         step, self.step = self.step, []
-        self.scheduler.step_done([token] * len(step), query_lens or [1] * len(step), duration_s)
+        drawn = [token for chunk in step if chunk.draws]
+        self.scheduler.step_done(drawn, query_lens or [len(c.token_ids) for c in step], duration_s)
         self.settle()
 
     def run_steps(self, n: int, token: int = 7) -> None:
@@ -124,21 +158,22 @@ class World:
     def assert_empty(self) -> None:
         assert self.scheduler.num_sequences == 0
         assert self.held == {}
-        assert self.scheduler.num_free_blocks == self.num_blocks
+        assert self.blocks.num_used == 0
         assert self.scheduler.next_timer() is None
 
 
 def test_sequence_decodes_from_the_second_token_to_the_limit() -> None:
     """O-KVT-1."""
     w = World()
-    assert w.reserve(job("a", 20, max_new=4)) == 2
+    assert w.reserve(job("a", 20, max_new=4)) == 0
+    assert w.held == {key("a"): 2}
     assert w.plan() == [], "nothing decodes before all of the KV is there"
     w.commit(key("a"), first_token=5)
     (planned,) = w.plan()
-    assert (planned.token_id, planned.position, planned.output_index) == (5, 20, 1)
+    assert (planned.token_ids, planned.start, planned.output_index, planned.draws) == ((5,), 20, 1, True)
     w.finish_step(token=7, duration_s=0.25)
     (planned,) = w.plan()
-    assert (planned.token_id, planned.position, planned.output_index) == (7, 21, 2)
+    assert (planned.token_ids, planned.start, planned.output_index, planned.draws) == ((7,), 21, 2, True)
     w.finish_step(token=8)
     w.run_steps(2, token=9)
     tokens = w.tokens_of("a")
@@ -176,7 +211,7 @@ def test_replayed_sequence_goes_on_at_its_output_index() -> None:
     w.reserve(job("a", 25, num_prompt=20, max_new=8))
     w.commit(key("a"))
     (planned,) = w.plan()
-    assert (planned.position, planned.output_index) == (25, 6)
+    assert (planned.start, planned.output_index) == (25, 6)
     w.finish_step()
     assert [t.first_index for t in w.tokens_of("a")] == [6]
 
@@ -198,12 +233,141 @@ def test_sequences_join_and_leave_between_steps() -> None:
     assert len(w.tokens_of("b")) == 1, "the token drawn in the step of the cancel is not sent"
 
 
-def test_room_is_set_aside_for_the_whole_output() -> None:
+def test_room_is_set_aside_for_a_short_output_and_no_more_than_it_can_use() -> None:
     w = World(num_blocks=4)
     assert w.scheduler.blocks_for(job("a", 33, max_new=32)) == 4, "the 65th token is drawn but never computed"
-    assert w.reserve(job("a", 16, max_new=17)) == 2
+    assert w.reserve(job("a", 16, max_new=17)) == 0
     assert w.reserve(job("b", 16, max_new=18)) == NoRoom(MIN_RETRY_S), "3 blocks do not fit"
-    assert w.reserve(job("c", 16, max_new=17)) == 2
+    assert w.reserve(job("c", 16, max_new=17)) == 0
+    assert w.held == {key("a"): 2, key("c"): 2}
+
+
+def test_room_for_a_long_output_is_set_aside_in_part_and_each_that_may_grow_keeps_a_block_available() -> None:
+    w = World(num_blocks=9, reserve_tokens=16)
+    for name, fits in (("a", True), ("b", True), ("c", False)):
+        assert isinstance(w.reserve(job(name, 40, max_new=48)), int) == fits
+    assert w.held == {key("a"): 4, key("b"): 4}
+    assert isinstance(w.reserve(job("small", 8, max_new=2)), NoRoom), "the last block is one of theirs"
+
+
+def test_sequence_takes_blocks_as_it_grows() -> None:
+    w = World(num_blocks=9, reserve_tokens=16)
+    w.run(job("a", 40, max_new=48))
+    sizes = []
+    for _ in range(47):
+        w.run_steps(1)
+        sizes.append(w.held.get(key("a"), 0))
+    assert sizes[:25] == [4] * 24 + [5] and sizes[-2] == 6 and w.scheduler.num_preemptions == 0
+    w.assert_empty()
+
+
+def test_older_sequence_takes_the_blocks_of_the_youngest_which_is_computed_again() -> None:
+    """O-PRE-1."""
+    w = World(num_blocks=9, reserve_tokens=16)
+    w.run(job("a", 40, max_new=48))
+    w.run(job("b", 40, max_new=48))
+    while w.scheduler.state_of(key("b")) is SequenceState.RUNNING:
+        w.run_steps(1)
+    assert w.scheduler.num_preemptions == 1 and set(w.held) == {key("a")}
+    tokens_before = len(w.tokens_of("b"))
+    chunks: list[PlannedChunk] = []
+    while w.scheduler.num_sequences:
+        assert isinstance(w.reserve(job("new", 8, max_new=2)), NoRoom) or not w.scheduler.count(SequenceState.PREEMPTED)
+        w.scheduler.cancel(key("new"))
+        w.settle()
+        if key("new") in w.held:
+            w.release(key("new"))
+        chunks += [c for c in w.plan() if c.key == key("b")]
+        w.finish_step()
+    first = chunks[0]
+    assert first.start + len(first.token_ids) > 40 and first.output_index == tokens_before + 1
+    for name in "ab":
+        assert [t.first_index for t in w.tokens_of(name)] == list(range(1, 48)), "each token once"
+        assert {t.local_prefill_tokens for t in w.tokens_of(name)} == {0}
+    assert w.scheduler.num_recomputed_tokens == sum(len(c.token_ids) for c in chunks if len(c.token_ids) > 1) > 0
+    w.assert_empty()
+
+
+def test_preempted_sequence_is_brought_back_a_chunk_per_step_beside_the_others() -> None:
+    w = World(num_blocks=30, reserve_tokens=16, max_batch_size=4)
+    w.run(job("old", 200, max_new=200))
+    w.run(job("young", 200, max_new=60))
+    w.scheduler._preempt(w.scheduler._sequences[key("young")])
+    # Nothing of it is left in the cache.
+    assert w.blocks.open(key("hog"), (), w.blocks.chain(), room=16 * w.blocks.num_available) == 0
+    w.blocks.close(key("hog"))
+    shares = []
+    for _ in range(5):
+        shares.append({c.key.request_id: (c.start, len(c.token_ids), c.draws) for c in w.plan()})
+        w.finish_step()
+    assert all(share["old"][1:] == (1, True) for share in shares), "streams go on"
+    assert [share["young"] for share in shares] == [
+        (0, 64, False), (64, 64, False), (128, 64, False), (192, 9, True), (201, 1, True)
+    ]  # fmt: skip
+    assert w.scheduler.num_recomputed_tokens == 201
+
+
+def test_sequence_without_a_younger_one_waits_for_a_reservation_to_be_used_or_released() -> None:
+    w = World(num_blocks=8, reserve_tokens=0)
+    w.run(job("a", 48, max_new=60))
+    assert isinstance(w.reserve(job("b", 60, max_new=40)), int)
+    w.run_steps(16)
+    assert w.held == {key("a"): 4, key("b"): 4}
+    assert w.plan() == [], "nothing to take"
+    w.commit(key("b"))
+    assert [c.key for c in w.plan()] == [key("a")], "the younger one has been pushed out"
+    assert w.scheduler.state_of(key("b")) is SequenceState.PREEMPTED
+    w.finish_step()
+    w.run_steps(90)
+    assert [len(w.tokens_of(n)) for n in "ab"] == [59, 39]
+    w.assert_empty()
+
+
+def test_preempted_sequence_can_be_cancelled_superseded_and_be_late() -> None:
+    for ending in ("cancel", "supersede", "deadline", "router"):
+        w = World(num_blocks=9, reserve_tokens=16)
+        w.run(job("a", 40, max_new=48))
+        w.run(job("b", 40, max_new=48, deadline=500.0, router="r2"))
+        while w.scheduler.state_of(key("b")) is not SequenceState.PREEMPTED:
+            w.run_steps(1)
+        count = len(w.of("b"))
+        if ending == "deadline":
+            assert w.scheduler.next_timer() == 500.0
+            w.scheduler.tick(500.0)
+        elif ending == "router":
+            w.scheduler.router_lost("r2")
+        else:
+            {"cancel": w.scheduler.cancel, "supersede": w.scheduler.supersede}[ending](key("b"))
+        w.settle()
+        assert w.scheduler.state_of(key("b")) is None and w.finished == [key("b")]
+        assert len(w.of("b")) - count == (ending == "deadline")
+        w.run_steps(48)
+        w.assert_empty()
+
+
+def test_next_turn_finds_prompt_and_answer_of_the_last_one() -> None:
+    w = World()
+    assert w.run(job("a", 20, max_new=30)) == 0
+    w.run_steps(29)
+    w.assert_empty()
+    answer = (1, *(t.token_ids[0] for t in w.tokens_of("a")))
+    said = job("a", 20).token_ids + answer
+    again = replace(job("again"), token_ids=(*said, 5, 6), num_prompt_tokens=52)
+    assert w.reserve(again) == 48, "49 of the 50 tokens have KV, 48 of them in full blocks"
+    assert w.scheduler.num_held_tokens == 0, "counted when it is used"
+    w.commit(key("again"))
+    assert w.scheduler.num_held_tokens == 48
+
+
+def test_prompt_that_has_not_arrived_whole_is_not_found_by_others() -> None:
+    """O-KVT-2."""
+    w = World()
+    w.reserve(job("a", 40, family="same"))
+    assert w.reserve(job("b", 40, family="same")) == 0
+    w.release(key("a"))
+    assert w.reserve(job("c", 40, family="same")) == 0
+    w.commit(key("b"))
+    assert w.reserve(job("d", 40, family="same")) == 32
 
 
 def test_full_batch_is_busy_although_blocks_are_free() -> None:
@@ -262,6 +426,7 @@ def test_commit_that_overtakes_the_release_of_a_cancelled_reservation_decodes_no
     w = World()
     w.reserve(job("a"))
     w.scheduler.cancel(key("a"))
+    w.settle()
     w.commit(key("a"))
     assert w.plan() == [] and w.finished == [key("a")]
     w.assert_empty()
@@ -294,7 +459,7 @@ def test_superseded_sequence_stops_and_its_successor_may_have_the_room() -> None
     w.commit(key("a"))
     w.scheduler.supersede(key("a"))
     w.settle()
-    assert w.reserve(job("a", attempt=2)) == 2
+    assert w.reserve(job("a", attempt=2)) == 16, "and what it had received"
     assert w.events == []
 
 
@@ -356,7 +521,7 @@ def test_more_than_one_token_of_a_sequence_in_a_step_counts_as_local_prefill() -
 
 NAMES = st.sampled_from("abcde")
 OPERATIONS = st.one_of(
-    st.tuples(st.just("reserve"), NAMES, st.integers(1, 100), st.integers(2, 6), st.sampled_from(["r1", "r2"])),
+    st.tuples(st.just("reserve"), NAMES, st.integers(1, 100), st.integers(2, 40), st.sampled_from(["r1", "r2"])),
     st.tuples(st.just("commit"), NAMES),
     st.tuples(st.just("release"), NAMES),
     st.tuples(st.just("cancel"), NAMES),
@@ -365,16 +530,17 @@ OPERATIONS = st.one_of(
     st.tuples(st.just("tick"), st.floats(0, 5)),
     st.tuples(st.just("plan")),
     st.tuples(st.just("step"), st.sampled_from([7, STOP])),
+    st.tuples(st.just("steps"), st.integers(1, 40)),
     st.tuples(st.just("step_failed")),
 )
 
 
 @settings(max_examples=300, deadline=None)
-@given(st.lists(OPERATIONS, max_size=60))
+@given(st.lists(OPERATIONS, max_size=60), st.sampled_from([0, 16, 64]))
 def test_any_order_of_events_loses_nothing_and_ends_each_sequence_once(
-    operations: list[tuple[str, str, int, int, str]],
+    operations: list[tuple[str, str, int, int, str]], reserve_tokens: int
 ) -> None:
-    w = World(num_blocks=10, max_batch_size=3)
+    w = World(num_blocks=10, max_batch_size=3, reserve_tokens=reserve_tokens)
     attempts: dict[str, int] = {}
     owner: dict[HandoffId, str] = {}
     committed: set[HandoffId] = set()
@@ -397,7 +563,7 @@ def test_any_order_of_events_loses_nothing_and_ends_each_sequence_once(
             attempts[str(args[0])] = attempt = name.attempt + 1
             new = job(
                 str(args[0]), int(args[1]), attempt=attempt, max_new=int(args[2]), deadline=w.now + 20,
-                router=str(args[3]),
+                router=str(args[3]), family="same" if args[0] in "ab" else None,
             )  # fmt: skip
             if isinstance(w.reserve(new), int):
                 owner[key(new.request_id, attempt)] = new.router_id
@@ -427,6 +593,8 @@ def test_any_order_of_events_loses_nothing_and_ends_each_sequence_once(
             assert len(w.plan()) <= w.max_batch_size
         elif kind == "step" and w.step:
             w.finish_step(int(args[0]))
+        elif kind == "steps" and not w.step:
+            w.run_steps(int(args[0]))
         elif kind == "step_failed" and w.step:
             w.step = []
             w.scheduler.step_failed(InternalError("boom"))
@@ -436,7 +604,7 @@ def test_any_order_of_events_loses_nothing_and_ends_each_sequence_once(
         drop(name)
     if w.step:
         w.finish_step()
-    w.run_steps(6)
+    w.run_steps(150)
     w.assert_empty()
     assert len(w.finished) == len(set(w.finished)) and set(w.finished) == committed
     for name in owner:

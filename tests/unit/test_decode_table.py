@@ -73,7 +73,18 @@ JOB = GenerationJob(request_id="r", attempt=3, router_id="x", token_ids=(1, 2), 
 RESERVE = Reserve(ID, JOB, 2, 99)
 
 ABSENT = start(TERMS)
-RESERVED = Reserved(terms=TERMS, nonce=NONCE, link=LINK, num_chunks=2, stored=0b01, lease_until=10, expires_at=25)
+HELD, PLAN_HASH = 16, 123
+RESERVED = Reserved(
+    terms=TERMS,
+    nonce=NONCE,
+    link=LINK,
+    num_chunks=2,
+    num_held_tokens=HELD,
+    plan_hash=PLAN_HASH,
+    stored=0b01,
+    lease_until=10,
+    expires_at=25,
+)
 FULL = replace(RESERVED, stored=0b11)
 COMMITTED = Committed(terms=TERMS, nonce=NONCE)
 QUARANTINED = Quarantined(terms=ONE_SIDED, nonce=NONCE, link=LINK, since=0)
@@ -99,7 +110,7 @@ A, R, C, Q, T, X = "Absent", "Reserved", "Committed", "Quarantined", "Tomb", "in
 EXPECTED: list[tuple[DecodeEvent, tuple[str, ...], tuple[str, ...]]] = [
     (ask(), (A, R, C, Q, T, T), (NOTHING, "Grant", COMMIT_ACK, GONE, GONE, COMMIT_ACK)),
     (ask(newest=4), (A, R, C, Q, T, T), (GONE, "Grant", COMMIT_ACK, GONE, GONE, COMMIT_ACK)),
-    (Allocated(5, LINK, 2), (R, X, X, X, X, X), ("Grant", "", "", "", "", "")),
+    (Allocated(5, LINK, 2, HELD, PLAN_HASH), (R, X, X, X, X, X), ("Grant", "", "", "", "", "")),
     (NoRoom(0.5), (A, X, X, X, X, X), ("Busy", "", "", "", "", "")),
     (Unservable("prompt_too_long", "m"), (A, X, X, X, X, X), (GONE, "", "", "", "", "")),
     (chunk(1), (A, R, C, Q, T, T), (GONE, NOTHING, "ChunkAck", NOTHING, GONE, COMMIT_ACK)),
@@ -153,9 +164,9 @@ def test_older_attempts_make_room_before_blocks_are_asked_for() -> None:
 
 
 def test_a_repeated_reserve_gets_the_same_grant() -> None:
-    state, actions = step(ABSENT, Allocated(NONCE, LINK, 2), 0.0)
+    state, actions = step(ABSENT, Allocated(NONCE, LINK, 2, HELD, PLAN_HASH), 0.0)
     assert step(state, ask(), 1.0) == (state, actions)
-    assert actions == (Send(Grant(ID, NONCE, 10, 1 << 20)),)
+    assert actions == (Send(Grant(ID, NONCE, 10, 1 << 20, HELD, PLAN_HASH)),)
 
 
 def test_a_reserve_of_a_newer_link_voids_the_old_ticket_first() -> None:

@@ -1,6 +1,7 @@
 """Explicit-state check of the hand-off protocol: the real tables, every interleaving, a hostile network.
 
-Two attempts of one request, each at its own prefill worker, and one decode worker with room for one. Messages are lost,
+Two attempts of one request, each at its own prefill worker, and one decode worker with room for one, which may hold the
+first chunk's tokens when the second attempt comes and then gets the others only. Messages are lost,
 repeated and reordered without bound (the network is the set of everything ever sent, from which anything is delivered
 any number of times); callers cancel, leases and timers run out at any moment; a prefill worker and the decode worker
 crash.
@@ -26,11 +27,14 @@ from kv_transfer import decode_states as ds
 from kv_transfer import decode_table, prefill_table
 from kv_transfer import prefill_states as ps
 from kv_transfer.messages import AbortAck, CommitAck, Grant, LinkId, Reserve
+from kv_transfer.plan import ChunkPlan
+from pdserve.kv_layout import KvLayout
 from pdserve.types import GenerationJob, HandoffId
 
 LATER = 1_000.0
 """After every timer but a quarantine that begins then."""
 MUCH_LATER = 10_000.0
+LAYOUT = KvLayout(dtype="float32", block_size=1, num_layers=1, num_kv_heads=1, head_dim=1)
 P_TIMERS = ps.PrefillTimers(resend_s=1, reserve_timeout_s=5, stall_timeout_s=5, commit_timeout_s=5, renew_margin_s=3)
 D_TIMERS = ds.DecodeTimers(lease_s=10, max_reservation_s=100, quarantine_s=10, tombstone_s=1e9, credit_bytes=1)
 LOST = ps.Failure(code="worker_lost", message="crashed")
@@ -92,6 +96,8 @@ class Model:
     damage: bool = True
     cancels: bool = True
     lasting_fence: bool = True
+    held: bool = False
+    """The decode worker has the first chunk's tokens when attempt 1 reserves."""
 
     def __post_init__(self) -> None:
         self.memo: dict[Any, Any] = {}
@@ -154,7 +160,7 @@ class Model:
                         w = self.decode(w, 0, ds.Superseded())
                 case ds.Allocate(_, link):
                     if w.owner < 0:
-                        w = self.decode(w._replace(owner=a), a, ds.Allocated(self._nonce(w, a), link, self.num_chunks))
+                        w = self.decode(self._hold(w._replace(owner=a), a), a, self._allocated(w, a, link))
                     else:
                         w = self.decode(w, a, ds.NoRoom(0.1))
                 case ds.StoreChunk(seq, nbytes):
@@ -170,6 +176,20 @@ class Model:
                     if self.lasting_fence:
                         w = w._replace(fenced=w.fenced | 1 << a, net=self._without(w.net, a))
         return w
+
+    def _num_held(self, w: World, a: int) -> int:
+        """Chunks that the decode worker has before attempt `a` sends any; a crash loses them."""
+        return int(self.held and a == 1 and not w.d_crashed)
+
+    def _hold(self, w: World, a: int) -> World:
+        return self._land(w, a, -1) if self._num_held(w, a) else w
+
+    def _allocated(self, w: World, a: int, link: LinkId) -> ds.Allocated:
+        plan = self._plan().after(self._num_held(w, a))
+        return ds.Allocated(self._nonce(w, a), link, plan.num_chunks, plan.first_token, plan.plan_hash)
+
+    def _plan(self) -> ChunkPlan:
+        return ChunkPlan.make(self.num_chunks, LAYOUT, LAYOUT.block_nbytes)
 
     def _nonce(self, w: World, a: int) -> int:
         return 1 + a + 2 * w.d_crashed
@@ -203,8 +223,9 @@ class Model:
         return sum(1 << self.messages.of(m) for m in self._in_flight(net) if m[1] != a)
 
     def _land(self, w: World, a: int, seq: int) -> World:
+        """Chunk `seq` of what is sent is in its place; -1 is the one before it, which is held."""
         content = list(w.content)
-        content[seq] = a
+        content[seq + self._num_held(w, a)] = a
         return w._replace(content=tuple(content))
 
     # Everything that may happen next ----------------------------------------------------------------------------------
@@ -240,8 +261,8 @@ class Model:
     def _prefill_moves(self, w: World, a: int, state: ps.PrefillState | None) -> Iterator[World]:
         if state is None:
             if not w.begun >> a & 1 and (a == 0 or w.begun):
-                offer = ps.Offer(id=HandoffId("r", a + 1), num_chunks=self.num_chunks, timers=P_TIMERS)
-                ready = replace(prefill_table.start(offer, 0.0), ready=offer.all_chunks, first_token=a)
+                offer = ps.Offer(id=HandoffId("r", a + 1), plan=self._plan(), timers=P_TIMERS)
+                ready = replace(prefill_table.start(offer, 0.0), num_final_tokens=self.num_chunks, first_token=a)
                 number = self.states.of(ready)
                 begun = w._replace(p=(number, w.p[1]) if a == 0 else (w.p[0], number), begun=w.begun | 1 << a)
                 yield self.prefill(begun, a, ps.LinkUp(self.one_sided))
@@ -260,7 +281,7 @@ class Model:
                 lost = self.prefill(lost, a, ps.SourceFree(state_nonce(state), seq))
             yield self.prefill(lost, a, ps.DecodeLost(LOST))
         elif isinstance(state, ps.Pushing):
-            for seq in range(self.num_chunks):
+            for seq in range(state.push.plan.num_chunks):
                 if state.sendable(0.0) >> seq & 1:
                     yield self.prefill(w, a, ps.Window(seq))
         if isinstance(state, ps.Done | ps.Failed):
@@ -383,8 +404,9 @@ def one_repeat_per_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         (Model(one_sided=False, damage=False), 40_000),
         (Model(one_sided=True), 10_000),
+        (Model(one_sided=True, num_chunks=2, held=True, damage=False, cancels=False, crashes=False), 1_000),
     ],
-    ids=["two-sided", "one-sided"],
+    ids=["two-sided", "one-sided", "held prefix"],
 )
 def test_no_reachable_state_breaks_an_invariant_and_every_one_can_end(model: Model, at_least: int) -> None:
     """O-KVT-2, O-ABT-3."""
@@ -426,6 +448,19 @@ def _mutate(monkeypatch: pytest.MonkeyPatch, table: Any, event: type, column: in
     row = list(table.TABLE[event])
     row[column] = handler
     monkeypatch.setitem(table.TABLE, event, tuple(row))
+
+
+def test_mutant_grant_that_claims_more_than_is_held_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The decode worker holds nothing, but grants as if it had the first chunk."""
+    monkeypatch.setattr(Model, "_num_held", lambda self, w, a: 0)
+    monkeypatch.setattr(Model, "_allocated", _allocate_less)
+    with pytest.raises(Violation, match="bytes"):
+        Model(one_sided=False, num_chunks=2, damage=False).explore(limit=50_000)
+
+
+def _allocate_less(self: Model, w: World, a: int, link: LinkId) -> ds.Allocated:
+    plan = self._plan().after(1)
+    return ds.Allocated(self._nonce(w, a), link, plan.num_chunks, plan.first_token, plan.plan_hash)
 
 
 def test_mutant_commit_without_every_chunk_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:

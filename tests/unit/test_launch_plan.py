@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import io
+import json
 import socket
 from typing import Any
 
 import pytest
 
+from pdserve.addresses import dialable, reserve
 from pdserve.config import Config, load_config
 from pdserve.errors import ConfigError
-from pdserve.launch.addresses import dialable, reserve
 from pdserve.launch.plan import ProcessPlan, available_cores, plan_processes
 from pdserve.launch.process import LineWriter
 from pdserve.launch.restart import MAX_DELAY_S, MAX_FAILURES, STABLE_S, RestartPolicy
@@ -112,9 +113,25 @@ def test_a_process_that_ran_for_long_starts_with_a_clean_record() -> None:
     assert policy.ended(ran_s=STABLE_S) == first
 
 
-def test_lines_of_output_carry_the_name_of_their_process_and_json_stays_json() -> None:
+def test_lines_of_output_carry_the_name_of_their_process() -> None:
     out = io.StringIO()
-    write = LineWriter(out)
-    write("decode-0", "Traceback")
-    write("decode-0", '{"msg": "ready"}')
-    assert out.getvalue() == 'decode-0 | Traceback\n{"msg": "ready"}\n'
+    lines = LineWriter(out, as_json=False)
+    lines("decode-0", "Traceback")
+    lines.tell("starting decode-0")
+    assert out.getvalue() == "decode-0 | Traceback\nstarting decode-0\n"
+
+
+def test_as_json_every_line_is_a_log_line() -> None:
+    out = io.StringIO()
+    lines = LineWriter(out, as_json=True)
+    lines("decode-0", '{"msg": "ready"}')
+    lines("decode-0", "Traceback")
+    lines.tell("decode-0 was killed by SIGKILL\nstarting decode-0 again in 1 s")
+    first, *others = out.getvalue().splitlines()
+    assert first == '{"msg": "ready"}'
+    entries = [json.loads(line) for line in others]
+    assert [(e["process"], e["msg"]) for e in entries] == [
+        ("decode-0", "Traceback"),
+        ("launcher", "decode-0 was killed by SIGKILL\nstarting decode-0 again in 1 s"),
+    ]
+    assert all({"ts", "level", "logger"} <= e.keys() for e in entries)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,7 @@ from pdserve.model.fields import Fields
 from pdserve.model.gguf import GgufFile
 from pdserve.model.gguf_config import read_gguf_config
 from pdserve.model.hf_config import read_hf_config
+from pdserve.model.rope_scaling import LinearScaling, Llama3Scaling, RopeScaling, YarnScaling
 from pdserve.model.tensors import StoredTensor, TensorType
 
 HF: dict[str, Any] = {
@@ -92,6 +95,57 @@ def test_both_formats_say_the_same() -> None:
     assert EXPECTED.kv_size == 32
 
 
+def test_a_gguf_file_says_which_member_of_the_family_it_is() -> None:
+    def renamed(arch: str) -> dict[str, Any]:
+        gone = {k: ABSENT for k in GGUF if k.startswith("llama.")}
+        return gone | {k.replace("llama.", f"{arch}."): v for k, v in GGUF.items() if k.startswith("llama.")}
+
+    def read(arch: str) -> ModelConfig:
+        return from_gguf(renamed(arch) | {"general.architecture": arch})
+
+    assert read("qwen2") == dataclasses.replace(EXPECTED, qkv_bias=True)
+    assert read("qwen3") == dataclasses.replace(EXPECTED, qk_norm=True)
+    assert read("phi3") == EXPECTED
+    biased = from_gguf({}, tensors=["token_embd.weight", "blk.0.attn_q.bias", "blk.0.attn_output.bias"])
+    assert biased == dataclasses.replace(EXPECTED, qkv_bias=True, output_bias=True)
+
+
+GGUF_YARN = {
+    "llama.rope.scaling.type": "yarn",
+    "llama.rope.scaling.factor": 4.0,
+    "llama.rope.scaling.original_context_length": 256,
+}
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        ({"llama.rope.scaling.type": "none", "llama.rope.scaling.factor": 4.0}, None),
+        ({"llama.rope.scaling.type": "linear"}, None),
+        ({"llama.rope.scaling.factor": 0.0}, None),
+        ({"llama.rope.scaling.type": "linear", "llama.rope.scaling.factor": 4.0}, LinearScaling(factor=4.0)),
+        ({"llama.rope.scaling.factor": 4.0}, LinearScaling(factor=4.0)),
+        ({"llama.rope.scale_linear": float(np.float32(1.1))}, LinearScaling(factor=1.1)),
+        (
+            GGUF_YARN | {"llama.rope.scaling.yarn_beta_fast": 16.0},
+            YarnScaling(
+                factor=4.0,
+                original_max_position_embeddings=256,
+                beta_fast=16.0,
+                attention_factor=0.1 * math.log(4.0) + 1.0,
+            ),
+        ),
+    ],
+    ids=str,
+)
+def test_rotary_scaling_of_a_gguf_file_is_read(change: dict[str, Any], expected: RopeScaling | None) -> None:
+    assert from_gguf(change) == dataclasses.replace(EXPECTED, rope_scaling=expected)
+
+
+def test_a_window_of_a_gguf_file_as_long_as_its_context_is_none() -> None:
+    assert from_gguf({"llama.attention.sliding_window": 1024}) == EXPECTED
+
+
 def test_lm_head_of_a_gguf_file_is_untied_if_it_is_stored() -> None:
     assert not from_gguf({}, tensors=["token_embd.weight", "output.weight"]).tie_word_embeddings
 
@@ -119,13 +173,132 @@ def test_head_dim_need_not_be_hidden_size_over_heads() -> None:
     assert from_gguf({"llama.attention.key_length": 32, "llama.attention.value_length": 32}).head_dim == 32
 
 
+MISTRAL = {"model_type": "mistral", "architectures": ["MistralForCausalLM"]}
+QWEN2 = {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"]}
+QWEN3 = {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"]}
+PHI3 = {"model_type": "phi3", "architectures": ["Phi3ForCausalLM"]}
+
+
 def test_mistral_without_a_window_is_a_llama() -> None:
-    mistral = {"model_type": "mistral", "architectures": ["MistralForCausalLM"]}
-    assert hf(**mistral, sliding_window=None) == EXPECTED
-    with pytest.raises(ModelLoadError, match=r"d/config\.json: sliding_window is missing"):
-        hf(**mistral)
-    with pytest.raises(ModelLoadError, match=r"sliding_window is 4096: sliding windows are not supported"):
-        hf(**mistral, sliding_window=4096)
+    assert hf(**MISTRAL, sliding_window=None) == EXPECTED
+
+
+def test_members_of_the_family_differ_in_fields_of_their_own() -> None:
+    assert hf(**QWEN2) == dataclasses.replace(EXPECTED, qkv_bias=True)
+    assert hf(**QWEN3, head_dim=16) == dataclasses.replace(EXPECTED, qk_norm=True)
+    assert hf(**PHI3) == EXPECTED
+    assert hf(attention_bias=True) == dataclasses.replace(EXPECTED, qkv_bias=True, output_bias=True)
+    biased = dataclasses.replace(EXPECTED, qk_norm=True, qkv_bias=True, output_bias=True)
+    assert hf(**QWEN3, head_dim=16, attention_bias=True) == biased
+
+
+def test_qwen3_has_a_head_size_of_its_own_if_the_config_does_not_say() -> None:
+    assert hf(**QWEN3).head_dim == 128
+
+
+def test_classes_whose_default_is_a_fixed_number_of_kv_heads_must_say() -> None:
+    assert hf(**PHI3, num_key_value_heads=ABSENT).num_kv_heads == 4
+    for family in (MISTRAL, QWEN2, QWEN3):
+        with pytest.raises(ModelLoadError, match="num_key_value_heads is missing"):
+            hf(**family, num_key_value_heads=ABSENT, sliding_window=None)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        MISTRAL | {"sliding_window": 1024},
+        MISTRAL | {"max_position_embeddings": 4096},
+        QWEN2 | {"sliding_window": 128},
+        QWEN2 | {"sliding_window": 128, "use_sliding_window": False, "layer_types": ["full_attention"] * 3},
+        QWEN2 | {"sliding_window": 128, "use_sliding_window": True, "max_window_layers": 3},
+        QWEN2 | {"sliding_window": 128, "use_sliding_window": True, "layer_types": ["full_attention"] * 3},
+        QWEN3 | {"sliding_window": 1024, "use_sliding_window": True, "max_window_layers": 0},
+        PHI3 | {"sliding_window": 2047},
+        {"sliding_window": None},
+    ],
+)
+def test_windows_that_no_sequence_outgrows_are_none(change: dict[str, Any]) -> None:
+    assert hf(**change).num_layers == 3
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (MISTRAL | {"max_position_embeddings": 8192}, "sliding_window is missing, which means 4096"),
+        (MISTRAL | {"sliding_window": 1023}, "sliding_window is 1023"),
+        (MISTRAL | {"sliding_window": 512, "layer_types": ["full_attention"] * 3}, "sliding_window is 512"),
+        (QWEN2 | {"sliding_window": 128, "use_sliding_window": True, "max_window_layers": 2}, "sliding_window is 128"),
+        (
+            QWEN3 | {"use_sliding_window": True, "max_window_layers": 0, "max_position_embeddings": 8192},
+            "sliding_window is missing, which means 4096",
+        ),
+        (QWEN3 | {"layer_types": ["full_attention", "sliding_attention"]}, "layer_types has layers without full"),
+        (QWEN2 | {"layer_types": "sliding_attention"}, "layer_types has layers without full"),
+        (PHI3 | {"sliding_window": 512}, "sliding_window is 512"),
+    ],
+    ids=lambda v: "" if isinstance(v, dict) else v,
+)
+def test_windows_that_would_matter_are_refused(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(ModelLoadError, match=rf"^d/config\.json: {message}.*sliding windows shorter"):
+        hf(**change)
+
+
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 256,
+}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 256}
+
+
+@pytest.mark.parametrize(
+    ("scaling", "expected"),
+    [
+        ({"rope_type": "default"}, None),
+        ({"rope_type": "linear", "factor": 2}, LinearScaling(factor=2.0)),
+        ({"type": "linear", "factor": 2.5}, LinearScaling(factor=2.5)),
+        (
+            LLAMA3,
+            Llama3Scaling(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=256),
+        ),
+        (
+            YARN,
+            YarnScaling(factor=4.0, original_max_position_embeddings=256, attention_factor=0.1 * math.log(4.0) + 1.0),
+        ),
+        (
+            YARN | {"beta_fast": 16, "beta_slow": 2, "truncate": False, "attention_factor": 1.5},
+            YarnScaling(
+                factor=4.0,
+                original_max_position_embeddings=256,
+                beta_fast=16.0,
+                beta_slow=2.0,
+                truncate=False,
+                attention_factor=1.5,
+            ),
+        ),
+        (
+            {"rope_type": "yarn", "factor": 0.5},
+            YarnScaling(factor=0.5, original_max_position_embeddings=1024, attention_factor=1.0),
+        ),
+    ],
+    ids=str,
+)
+def test_rotary_scaling_is_read_in_both_spellings(scaling: dict[str, Any], expected: RopeScaling | None) -> None:
+    assert hf(rope_scaling=scaling) == dataclasses.replace(EXPECTED, rope_scaling=expected)
+    in_one = hf(rope_theta=ABSENT, rope_parameters={"rope_theta": 50000.0} | scaling)
+    assert in_one == dataclasses.replace(EXPECTED, rope_scaling=expected)
+
+
+def test_yarn_stretches_the_context_beyond_what_the_config_states() -> None:
+    """As users of Qwen2.5 are told to write it; a config that already states the result is left alone."""
+    stretched = YARN | {"original_max_position_embeddings": 1024}
+    assert hf(rope_scaling=stretched).max_position_embeddings == 4096
+    assert hf(rope_scaling=YARN).max_position_embeddings == 1024
+    assert hf(rope_scaling={"rope_type": "linear", "factor": 4.0}).max_position_embeddings == 1024
+    yarn = {"llama.rope.scaling.type": "yarn", "llama.rope.scaling.factor": 4.0}
+    assert from_gguf(yarn).max_position_embeddings == 4096
 
 
 @pytest.mark.parametrize(
@@ -154,17 +327,31 @@ def test_every_end_marker_of_a_gguf_file_ends_the_output() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"model_type": "qwen2"}, "model_type is 'qwen2', which is not supported; supported are llama, mistral"),
+        (
+            {"model_type": "qwen3_moe"},
+            "model_type is 'qwen3_moe', which is not supported; supported are llama, mistral, qwen2, qwen3, phi3",
+        ),
         ({"model_type": ABSENT}, "model_type is missing"),
         ({"architectures": ["LlamaForSequenceClassification"]}, "architectures must be"),
         ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
-        ({"attention_bias": True}, "attention_bias is True"),
+        ({"attention_bias": 1}, "attention_bias must be true or false"),
         ({"mlp_bias": True}, "mlp_bias is True"),
-        ({"sliding_window": 128}, "sliding_window is 128"),
         ({"quantization_config": {"bits": 4}}, "quantization_config is set"),
-        ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "rope_scaling.rope_type is 'llama3'"),
-        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_scaling.type is 'linear'"),
-        ({"rope_parameters": {"rope_type": "yarn"}}, "rope_parameters.rope_type is 'yarn'"),
+        ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "rope_scaling.low_freq_factor is missing"),
+        ({"rope_scaling": LLAMA3 | {"high_freq_factor": 1.0}}, "rope_scaling.high_freq_factor is 1.0, which must be"),
+        ({"rope_scaling": {"type": "linear"}}, "rope_scaling.factor is missing"),
+        ({"rope_scaling": {"type": "linear", "factor": 0}}, "rope_scaling.factor must be a number above 0"),
+        ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope_scaling.type is 'dynamic', which is not"),
+        ({"rope_scaling": {"rope_type": "longrope"}}, "rope_scaling.rope_type is 'longrope', which is not"),
+        ({"rope_scaling": {"rope_type": 3}}, "rope_scaling.rope_type must be a string"),
+        ({"rope_parameters": {"rope_type": "yarn"}}, "rope_parameters.factor is missing"),
+        ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "rope_parameters.full_attention is set"),
+        ({"rope_scaling": YARN, "rope_parameters": LLAMA3}, "rope_scaling and rope_parameters are both set"),
+        (PHI3 | {"rope_scaling": {"type": "su"}}, "rope_scaling.type is 'su': .*LongRoPE"),
+        (PHI3 | {"rope_scaling": {"type": "yarn", "factor": 4.0}}, "rope_scaling.type is 'yarn': .*LongRoPE"),
+        ({"embedding_multiplier": 12.0}, "embedding_multiplier is 12.0: extra scale factors"),
+        ({"logits_scaling": 8.0}, "logits_scaling is 8.0: extra scale factors"),
+        ({"final_logit_softcapping": 30.0}, "final_logit_softcapping is 30.0: capped logits"),
         ({"rope_parameters": {"rope_theta": -1}}, "rope_parameters.rope_theta must be a number above 0, got -1"),
         ({"rope_scaling": 2.0}, "rope_scaling must be a mapping"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5"),
@@ -209,10 +396,17 @@ def test_what_is_wrong_with_a_generation_config_is_named() -> None:
         ({"general.architecture": ABSENT}, "general.architecture is missing"),
         ({"split.count": 3}, "split.count is 3: this is one part of a split model"),
         ({"llama.expert_count": 8}, "llama.expert_count is 8: mixtures of experts"),
-        ({"llama.attention.sliding_window": 4096}, "llama.attention.sliding_window is 4096"),
+        ({"llama.attention.sliding_window": 512}, "llama.attention.sliding_window is 512: sliding windows shorter"),
+        ({"llama.final_logit_softcapping": 30.0}, "llama.final_logit_softcapping is 30.0: capped logits"),
         ({"llama.attention.causal": False}, "llama.attention.causal is False"),
-        ({"llama.rope.scaling.type": "yarn"}, "llama.rope.scaling.type is 'yarn'"),
-        ({"llama.rope.scaling.factor": 4.0}, "llama.rope.scaling.factor is 4.0"),
+        ({"llama.rope.scaling.type": "longrope"}, "llama.rope.scaling.type is 'longrope', which is not supported"),
+        ({"llama.rope.scaling.factor": -4.0}, "llama.rope.scaling.factor must be a number above 0"),
+        ({"llama.rope.scaling.alpha": 1000.0}, "llama.rope.scaling.alpha is 1000.0"),
+        (
+            GGUF_YARN | {"llama.rope.scaling.yarn_attn_factor": 1.0},
+            "llama.rope.scaling.yarn_attn_factor is set: only the recommended",
+        ),
+        ({"llama.rope.scaling.attn_factor": 1.2}, "llama.rope.scaling.attn_factor is set: only the recommended"),
         ({"llama.logit_scale": 0.5}, "llama.logit_scale is 0.5"),
         ({"llama.rope.dimension_count": 8}, "llama.rope.dimension_count is 8: .*whole head of 16"),
         ({"llama.attention.value_length": 8}, "llama.attention.value_length is 8"),

@@ -23,9 +23,17 @@ layouts = st.builds(
     num_kv_heads=st.integers(1, 8),
     head_dim=st.sampled_from([8, 64, 128]),
 )
-plans = st.builds(
+whole_plans = st.builds(
     ChunkPlan.make, st.integers(1, 600), layouts, st.sampled_from([1, 1000, 64 << 10, 512 << 10, MIB, 4 * MIB])
 )
+
+
+plans = whole_plans.flatmap(
+    lambda plan: st.integers(0, (plan.num_tokens - 1) // plan.layout.block_size).map(
+        lambda num_held_blocks: plan.after(num_held_blocks * plan.layout.block_size)
+    )
+)
+"""Plans of receivers that hold any number of leading blocks, but not all."""
 
 
 @given(plans)
@@ -44,7 +52,8 @@ def test_every_layer_of_every_block_is_in_exactly_one_chunk(plan: ChunkPlan) -> 
         assert chunk.nbytes == len(cells) * plan.layout.layer_nbytes
         seen |= cells
         total += chunk.nbytes
-    assert len(seen) == plan.num_blocks * plan.layout.num_layers
+    blocks = range(plan.first_token // plan.layout.block_size, plan.num_blocks)
+    assert seen == {(block, layer) for block in blocks for layer in range(plan.layout.num_layers)}
     assert total == plan.total_nbytes
 
 
@@ -97,6 +106,8 @@ def test_the_hash_tells_different_plans_apart() -> None:
     others = [
         ChunkPlan.make(513, SMOLLM2, MIB),
         ChunkPlan.make(512, SMOLLM2, 256 << 10),
+        base.after(16),
+        base.after(32),
         *(
             ChunkPlan.make(512, replace(SMOLLM2, **change), MIB)
             for change in ({"dtype": "bfloat16"}, {"block_size": 32}, {"num_layers": 29}, {"order": "dim,token"})
@@ -112,7 +123,10 @@ def test_nothing_to_send_and_seqs_outside_the_plan_are_refused() -> None:
         ChunkPlan.make(0, SMOLLM2, MIB)
     with pytest.raises(InvalidRequestError, match="target_chunk_bytes"):
         ChunkPlan.make(1, SMOLLM2, 0)
-    plan = ChunkPlan.make(1, SMOLLM2, MIB)
+    plan = ChunkPlan.make(32, SMOLLM2, MIB)
+    for held in (-16, 8, 32, 48):
+        with pytest.raises(InvalidRequestError, match="num_held_tokens"):
+            plan.after(held)
     for seq in (-1, plan.num_chunks):
         with pytest.raises(IndexError):
             plan.chunk(seq)

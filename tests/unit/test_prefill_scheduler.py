@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from random import Random
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pdserve.engine.block_hash import BlockHasher
+from pdserve.engine.sequence_blocks import SequenceBlocks
 from pdserve.errors import (
     CancelledError,
     DeadlineExceededError,
@@ -29,16 +33,14 @@ from prefill_worker.jobs import (
     AbortHandoff,
     Action,
     Advance,
-    AllocateBlocks,
     Commit,
     Emit,
     Forget,
-    FreeBlocks,
     JobState,
     PlannedChunk,
     Reserve,
 )
-from prefill_worker.scheduler import HOLD_S, PrefillScheduler
+from prefill_worker.scheduler import AGEING, HOLD_S, PrefillScheduler
 
 D1, D2 = (DecodeTarget(worker_id=f"d{i}", incarnation=f"i{i}", address=f"h:{i}") for i in (1, 2))
 STOP = 99
@@ -53,21 +55,35 @@ def job(
     num_prompt: int | None = None,
     deadline: float | None = None,
     router: str = "r1",
+    family: str | None = None,
+    **rest: Any,
 ) -> GenerationJob:
+    """Prompts of one `family` are prefixes of each other; by default each job is its own."""
     return GenerationJob(
         request_id=name,
         attempt=attempt,
         router_id=router,
-        token_ids=tuple(range(num_tokens)),
+        token_ids=tuple(Random(family or name).choices(range(1000), k=num_tokens)),
         num_prompt_tokens=num_tokens if num_prompt is None else num_prompt,
         max_new_tokens=max_new,
         stop_token_ids=(STOP,),
         deadline=deadline,
+        **rest,
     )
 
 
 def key(name: str, attempt: int = 1) -> HandoffId:
     return HandoffId(name, attempt)
+
+
+class WatchedBlocks(SequenceBlocks):
+    """Asks `may_close` before a sequence gives its blocks back."""
+
+    may_close: Callable[[HandoffId], None]
+
+    def close(self, key: HandoffId) -> None:
+        self.may_close(key)
+        super().close(key)
 
 
 @dataclass
@@ -77,7 +93,7 @@ class World:
     num_blocks: int = 32
     max_batch_tokens: int = 64
     max_waiting: int = 8
-    held: dict[HandoffId, int] = field(default_factory=dict)
+    submitted: set[HandoffId] = field(default_factory=set)
     handoffs: dict[HandoffId, DecodeTarget] = field(default_factory=dict)
     """Live ones."""
     commits: dict[HandoffId, int] = field(default_factory=dict)
@@ -88,17 +104,28 @@ class World:
     now: float = 100.0
 
     def __post_init__(self) -> None:
+        self.blocks = WatchedBlocks(self.num_blocks, BlockHasher(model_fingerprint="m", block_size=16))
+        self.blocks.may_close = self.check_close
         self.scheduler = PrefillScheduler(
             worker_id="p1",
-            num_blocks=self.num_blocks,
-            block_size=16,
+            blocks=self.blocks,
             max_batch_tokens=self.max_batch_tokens,
             max_waiting=self.max_waiting,
             limits=JobLimits(vocab_size=1000, max_model_len=2000),
         )
         self.step: list[PlannedChunk] = []
 
+    @property
+    def held(self) -> dict[HandoffId, int]:
+        """Blocks of each job that has any."""
+        return {k: self.blocks.num_held(k) for k in self.submitted if self.blocks.holds(k)}
+
+    def check_close(self, key: HandoffId) -> None:
+        assert key not in self.handoffs, "freed while a hand-off may read the blocks"
+        assert key not in {c.key for c in self.step}, "freed while a step computes into the blocks"
+
     def submit(self, job: GenerationJob, targets: Sequence[DecodeTarget] = (D1, D2), router: str = "r1") -> None:
+        self.submitted.add(HandoffId(job.request_id, job.attempt))
         self.scheduler.submit(router, job, targets, self.now)
         self.settle()
 
@@ -107,13 +134,6 @@ class World:
         for action in self.scheduler.take_actions():
             self.actions.append(action)
             match action:
-                case AllocateBlocks(k, n):
-                    assert k not in self.held
-                    self.held[k] = n
-                case FreeBlocks(k):
-                    assert k not in self.handoffs, "freed while a hand-off may read the blocks"
-                    assert k not in {c.key for c in self.step}, "freed while a step computes into the blocks"
-                    del self.held[k]
                 case Reserve(k, target):
                     assert k in self.held and k not in self.handoffs
                     self.handoffs[k] = target
@@ -132,7 +152,7 @@ class World:
                     self.events.append((router, event))
                 case Forget(k):
                     assert k not in self.held and k not in self.handoffs
-        assert sum(self.held.values()) + self.scheduler.num_free_blocks == self.num_blocks
+        self.blocks.check_integrity()
 
     def reserved(self, name: HandoffId) -> None:
         self.scheduler.reserved(name, self.now)
@@ -148,6 +168,13 @@ class World:
         self.step = []
         self.scheduler.step_done(drawn, self.now)
         self.settle()
+
+    def compute(self, name: HandoffId) -> None:
+        """Let the decode worker agree, and steps run until the first token of the job is drawn."""
+        self.reserved(name)
+        while name not in self.commits:
+            self.plan()
+            self.finish_step()
 
     def handoff_ends(self, name: HandoffId) -> None:
         self.handoffs.pop(name, None)
@@ -184,7 +211,7 @@ class World:
     def assert_empty(self) -> None:
         assert self.scheduler.num_jobs == 0
         assert self.held == {} and self.handoffs == {}
-        assert self.scheduler.num_free_blocks == self.num_blocks
+        assert self.blocks.num_used == 0
         assert self.scheduler.next_timer() is None
 
 
@@ -210,7 +237,7 @@ def test_undisturbed_job_goes_from_reservation_to_handed_off() -> None:
 
 def test_short_prompts_share_a_step_and_a_long_one_is_cut_to_the_budget() -> None:
     w = World(max_batch_tokens=64)
-    for name, n in (("a", 20), ("b", 30), ("long", 100), ("c", 5)):
+    for name, n in (("long", 100), ("a", 20), ("b", 30), ("c", 5)):
         w.submit(job(name, n))
         w.reserved(key(name))
     shares = []
@@ -219,9 +246,9 @@ def test_short_prompts_share_a_step_and_a_long_one_is_cut_to_the_budget() -> Non
         assert sum(c.length for c in w.step) <= 64
         w.finish_step()
     assert shares == [
-        [("a", 0, 20, True), ("b", 0, 30, True), ("long", 0, 14, False)],
-        [("long", 14, 64, False)],
-        [("long", 78, 22, True), ("c", 0, 5, True)],
+        [("c", 0, 5, True), ("a", 0, 20, True), ("b", 0, 30, True), ("long", 0, 9, False)],
+        [("long", 9, 64, False)],
+        [("long", 73, 27, True)],
     ]
     assert w.frontier == {key("a"): 20, key("b"): 30, key("long"): 100, key("c"): 5}
 
@@ -288,15 +315,138 @@ def test_job_that_waits_for_a_busy_decode_worker_does_not_hold_up_others() -> No
     assert w.handoffs == {key("b"): D2}
 
 
-def test_prompt_that_waits_for_blocks_is_not_overtaken() -> None:
-    w = World(num_blocks=4, max_batch_tokens=512)
-    w.submit(job("a", 40))
-    w.submit(job("big", 60))
-    w.submit(job("c", 10))
-    assert set(w.held) == {key("a")}
-    w.cancel(key("a"))
-    w.closed(key("a"))
-    assert set(w.held) == {key("big")}
+def test_prompt_that_waits_for_blocks_is_overtaken_by_short_ones_only_until_it_has_aged() -> None:
+    w = World(num_blocks=32, max_batch_tokens=512)
+    w.submit(job("holds on", 320))
+    w.compute(key("holds on"))
+    w.submit(job("big", 320))
+    assert set(w.held) == {key("holds on")}
+    num_overtaking = 0
+    while True:
+        w.submit(job(f"short {num_overtaking}", 100))
+        name = key(f"short {num_overtaking}")
+        if name not in w.held:
+            break
+        w.compute(name)
+        w.committed(name)
+        num_overtaking += 1
+    assert num_overtaking == 9, "320 tokens wait for at most 320 / AGEING others: rank 100 + 900 / 4 is behind it"
+    w.committed(key("holds on"))
+    assert {key("big"), name} <= set(w.held)
+
+
+def test_short_prompt_waits_for_one_step_of_a_long_one_at_most() -> None:
+    w = World(num_blocks=200, max_batch_tokens=64)
+    w.submit(job("long", 1000))
+    w.reserved(key("long"))
+    w.plan()
+    w.submit(job("short", 40))
+    w.reserved(key("short"))
+    w.finish_step()
+    assert [(c.key.request_id, c.length) for c in w.plan()] == [("short", 40), ("long", 24)]
+
+
+def test_short_prompt_is_asked_for_at_once_although_long_ones_have_been_let_in() -> None:
+    w = World(num_blocks=200, max_batch_tokens=64, max_waiting=20)
+    for i in range(8):
+        w.submit(job(f"long {i}", 300))
+    assert len(w.handoffs) == 1, "four steps ahead"
+    w.submit(job("short", 40))
+    assert key("short") in w.handoffs
+
+
+def test_endless_short_prompts_delay_a_long_one_by_a_bounded_amount_of_work() -> None:
+    w = World(num_blocks=200, max_batch_tokens=64, max_waiting=50)
+    w.submit(job("long", 320))
+    w.reserved(key("long"))
+    work = 0
+    while not any(isinstance(e, FirstToken) for e in w.of("long")):
+        for half in "ab":
+            w.submit(job(f"{half}{work}", 32))
+        for name in [k for k in w.handoffs if w.scheduler.state_of(k) is JobState.RESERVING]:
+            w.reserved(name)
+        work += sum(c.length for c in w.plan())
+        w.finish_step()
+        for name in list(w.commits):
+            w.committed(name)
+    assert 640 < work <= 320 / AGEING + 320 + 64, "it was overtaken, but not for ever"
+
+
+def test_the_same_events_give_the_same_order() -> None:
+    def order() -> list[list[PlannedChunk]]:
+        w = World(num_blocks=200, max_batch_tokens=50, max_waiting=50)
+        rng = Random(5)
+        steps = []
+        for i in range(40):
+            w.submit(job(str(i), rng.randint(1, 150)))
+            for name in [k for k in w.handoffs if w.scheduler.state_of(k) is JobState.RESERVING]:
+                w.reserved(name)
+            steps.append(w.plan())
+            w.finish_step()
+            for name in list(w.commits):
+                w.committed(name)
+        return steps
+
+    assert order() == order()
+
+
+def test_prompt_that_was_seen_before_computes_only_its_end_and_says_so() -> None:
+    """O-PFX-1."""
+    for length, cached in ((15, 0), (16, 0), (17, 16), (32, 16), (33, 32), (48, 32)):
+        w = World()
+        for name in ("first", "again"):
+            w.submit(job(name, length, family="same"))
+            w.reserved(key(name))
+            assert w.frontier.get(key(name), 0) == (cached if name == "again" else 0), "can be sent at once"
+            w.plan()
+            w.finish_step()
+            w.committed(key(name))
+        (first,) = [e for e in w.of("again") if isinstance(e, FirstToken)]
+        assert first.cached_tokens == cached
+        assert w.scheduler.num_cached_tokens == cached
+        w.assert_empty()
+
+
+def test_prompt_shares_blocks_with_one_that_is_still_being_computed() -> None:
+    w = World(max_batch_tokens=64)
+    w.submit(job("a", 100, family="same"))
+    w.reserved(key("a"))
+    w.plan()
+    w.submit(job("early", 80, family="same"))
+    w.finish_step()
+    w.submit(job("late", 80, family="same"))
+    w.reserved(key("early"))
+    w.reserved(key("late"))
+    starts = {c.key.request_id: c.start for c in w.plan()}
+    assert starts["late"] == 64, "what is final may be used"
+    assert starts.get("early", 0) == 0, "it got its blocks before"
+    assert w.blocks.num_used == 7 + 5 + 1
+
+
+def test_job_that_gave_its_blocks_back_looks_for_its_prefix_anew() -> None:
+    w = World()
+    w.submit(job("a", 33, family="same"), targets=(D1,))
+    w.failed(key("a"), OverloadedError("full", retry_after_s=1.0))
+    w.submit(job("b", 33, family="same"), targets=(D2,))
+    w.compute(key("b"))
+    w.committed(key("b"))
+    w.tick(w.now + 10)
+    assert w.scheduler.queued_tokens == 1
+    w.failed(key("a"), OverloadedError("full", retry_after_s=1.0))
+    assert w.scheduler.queued_tokens == 33, "what was found may be gone by then"
+    w.tick(w.now + 10)
+    w.reserved(key("a"))
+    assert w.plan() == [PlannedChunk(key("a"), 32, 1, True)]
+
+
+def test_prompt_whose_log_probabilities_are_wanted_is_computed_whole() -> None:
+    w = World()
+    for name in ("a", "b"):
+        w.submit(job(name, 40, family="same", num_prompt_logprobs=1))
+        w.reserved(key(name))
+        assert [(c.start, c.length) for c in w.plan()] == [(0, 40)]
+        w.finish_step()
+        w.committed(key(name))
 
 
 def test_reservations_are_asked_for_only_a_few_steps_ahead() -> None:
@@ -568,7 +718,7 @@ def test_any_order_of_events_loses_nothing_and_ends_each_request_once(
             attempts[str(args[0])] += 1
             new = job(
                 str(args[0]), int(args[1]), attempt=attempts[str(args[0])], max_new=int(args[2]), deadline=w.now + 20,
-                router=str(args[3]),
+                router=str(args[3]), family="same" if args[0] in "ab" else None,
             )  # fmt: skip
             older = {k for k in accepted if k.request_id == args[0]}
             drop(older)

@@ -23,6 +23,7 @@ from kv_transfer.messages import (
     Renew,
     RenewAck,
 )
+from kv_transfer.plan import ChunkPlan
 from kv_transfer.prefill_states import (
     Aborting,
     Cancelled,
@@ -54,20 +55,32 @@ from kv_transfer.prefill_states import (
 )
 from kv_transfer.prefill_table import MAX_REPOSTS, MAX_RESTARTS, TABLE, start, step
 from kv_transfer.table import InvalidTransition, Machine
+from pdserve.kv_layout import KvLayout
 from pdserve.types import HandoffId
 
 ID = HandoffId("r", 3)
 TIMERS = PrefillTimers(resend_s=1, reserve_timeout_s=5, stall_timeout_s=5, commit_timeout_s=5, renew_margin_s=3)
-OFFER = Offer(id=ID, num_chunks=2, timers=TIMERS)
+LAYOUT = KvLayout(dtype="float32", block_size=16, num_layers=2, num_kv_heads=1, head_dim=4)
+PLAN = ChunkPlan.make(40, LAYOUT, 2 * LAYOUT.block_nbytes)
+"""Three blocks, two chunks."""
+OFFER = Offer(id=ID, plan=PLAN, timers=TIMERS)
 NONCE = 77
 FAILURE = Failure(code="cancelled", message="test")
-GRANT = Grant(ID, NONCE, 10.0, 1 << 20)
+
+
+def grant(nonce: int = NONCE, *, held: int = 0, plan_hash: int | None = None) -> Grant:
+    """A grant of a decode worker that holds the first `held` tokens."""
+    return Grant(ID, nonce, 10.0, 1 << 20, held, PLAN.after(held).plan_hash if plan_hash is None else plan_hash)
+
+
+GRANT = grant()
 
 
 def push(**changes: typing.Any) -> Push:
     fields: dict[str, typing.Any] = {
         "nonce": NONCE,
-        "ready": 0b11,
+        "plan": PLAN,
+        "num_final_tokens": 40,
         "first_token": None,
         "restarts": 0,
         "one_sided": False,
@@ -92,7 +105,8 @@ INVALID = "invalid"
 R, P, C, A, D, F, X = "Reserving", "Pushing", "Committing", "Aborting", "Done", "Failed", INVALID
 EXPECTED: list[tuple[PrefillEvent, tuple[str, ...]]] = [
     (GRANT, (P, P, C, A, D, F)),
-    (Grant(ID, 1, 10.0, 1), (P, P, C, A, D, F)),
+    (grant(1), (P, P, C, A, D, F)),
+    (grant(1, plan_hash=9), (F, P, C, A, D, F)),
     (Busy(ID, 0.5), (F, P, C, A, D, F)),
     (Gone(ID, NONCE, "handoff_failed", "m"), (F, A, F, A, D, F)),
     (Gone(ID, 1, "handoff_failed", "another ticket"), (F, P, C, A, D, F)),
@@ -102,7 +116,7 @@ EXPECTED: list[tuple[PrefillEvent, tuple[str, ...]]] = [
     (CommitNack(ID, NONCE, (1,)), (R, P, P, A, D, F)),
     (RenewAck(ID, NONCE, 10.0), (R, P, C, A, D, F)),
     (AbortAck(ID, NONCE), (R, P, C, A, D, F)),
-    (Computed(2), (R, P, X, A, D, F)),
+    (Computed(40), (R, P, X, A, D, F)),
     (Window(1), (X, P, X, X, X, X)),
     (SourceFree(NONCE, 0), (R, P, C, F, D, F)),
     (PostFailed(NONCE, 0, "broken"), (R, P, P, A, D, F)),
@@ -141,7 +155,7 @@ def test_a_lost_link_starts_over_keeps_a_commit_or_ends_an_abort() -> None:
     assert names == [R, R, C, F, D, F]
     again, _ = step(quiet, LinkLost(), 0.5)
     assert isinstance(again, Reserving)
-    assert again.ready == quiet.push.ready
+    assert again.num_final_tokens == quiet.push.num_final_tokens
     assert step(again, LinkUp(one_sided=False), 0.6)[1] == (SendReserve(),)
 
 
@@ -168,7 +182,7 @@ def test_source_is_never_given_back_while_a_read_is_in_flight() -> None:
 def test_commit_is_sent_only_when_everything_is_posted_and_locally_complete() -> None:
     state, _ = step(RESERVING, GRANT, 0.0)
     state, _ = step(state, CommitRequested(5), 0.0)
-    state, _ = step(state, Computed(2), 0.0)
+    state, _ = step(state, Computed(40), 0.0)
     for seq in (0, 1):
         state, actions = step(state, Window(seq), 0.0)
         assert actions == (PostChunk(NONCE, seq),)
@@ -291,9 +305,41 @@ def test_losing_the_decode_worker_while_committing_leaves_the_outcome_to_the_rou
 
 
 def test_room_that_nobody_wants_is_given_back() -> None:
-    stray = Grant(ID, 1, 10.0, 1)
+    stray = grant(1)
     for state in (PUSHING, COMMITTING, ABORTING, DONE, FAILED):
         assert step(state, stray, 0.0) == (state, (Send(Abort(ID, 1)),))
+
+
+def test_only_what_the_decode_worker_lacks_is_sent() -> None:
+    """The frontier may have passed the held tokens before the grant came; the chunks are numbered from what is sent."""
+    state, _ = step(RESERVING, Computed(32), 0.0)
+    state, _ = step(state, grant(held=16), 0.0)
+    assert isinstance(state, Pushing)
+    assert (state.push.plan.num_chunks, state.push.plan.chunk(0).token_begin, state.sendable(0.0)) == (1, 16, 0)
+    state, _ = step(state, Computed(40), 0.0)
+    state, _ = step(state, CommitRequested(5), 0.0)
+    state, _ = step(state, Window(0), 0.0)
+    state, actions = step(state, SourceFree(NONCE, 0), 0.0)
+    assert isinstance(state, Committing) and actions == (Send(Commit(ID, NONCE, 5)),)
+
+
+def test_a_new_ticket_after_a_lost_link_may_hold_less() -> None:
+    state, _ = step(RESERVING, Computed(40), 0.0)
+    state, _ = step(state, grant(held=32), 0.0)
+    assert isinstance(state, Pushing) and state.sendable(0.0) == 0b1
+    state, _ = step(state, LinkLost(), 0.0)
+    state, _ = step(state, grant(78), 0.0)
+    assert isinstance(state, Pushing) and state.push.plan == PLAN and state.sendable(0.0) == 0b11
+
+
+@pytest.mark.parametrize(
+    "mistake", [Grant(ID, 1, 10.0, 1, 15, 0), Grant(ID, 1, 10.0, 1, 48, 0), Grant(ID, 1, 10.0, 1, -16, 0),
+                grant(1, held=16, plan_hash=PLAN.plan_hash)]
+)  # fmt: skip
+def test_a_grant_that_does_not_fit_the_tokens_is_given_back_and_ends_the_hand_off(mistake: Grant) -> None:
+    state, actions = step(RESERVING, mistake, 0.0)
+    assert isinstance(state, Failed) and state.failure.code == "incompatible_workers"
+    assert actions == (Send(Abort(ID, 1)), NotifyEnded())
 
 
 def test_an_acknowledged_commit_that_was_never_sent_is_not_believed() -> None:

@@ -226,6 +226,40 @@ def test_an_empty_prompt_is_refused() -> None:
         lengths(0)
 
 
+def chat(*turns: tuple[str, str]) -> pb.ChatPrompt:
+    return pb.ChatPrompt(messages=[pb.ChatMessage(role=role, content=content) for role, content in turns])
+
+
+@pytest.mark.parametrize(
+    ("turns", "field"),
+    [
+        ([("user", "")], "chat.messages[0].content"),
+        ([("user", " \n\t")], "chat.messages[0].content"),
+        ([("system", "Be brief."), ("user", "")], "chat.messages[1].content"),
+        ([("user", ""), ("assistant", "Yes?"), ("user", " ")], "chat.messages[2].content"),
+        ([("system", " ")], "chat.messages[0].content"),
+    ],
+)
+def test_a_chat_in_which_nobody_says_anything_is_refused(turns: list[tuple[str, str]], field: str) -> None:
+    """O-VAL-1."""
+    with pytest.raises(InvalidRequestError, match=r": is empty$") as caught:
+        check(chat=chat(*turns))
+    assert caught.value.field == field
+
+
+@pytest.mark.parametrize(
+    "turns",
+    [
+        [("user", "Hi"), ("assistant", ""), ("user", "Still there?")],
+        [("user", "Hi"), ("assistant", "Yes?"), ("user", "")],
+        [("system", "Be brief.")],
+    ],
+)
+def test_an_empty_turn_beside_others_is_legal(turns: list[tuple[str, str]]) -> None:
+    """O-VAL-1."""
+    assert check(chat=chat(*turns)).prompt
+
+
 def test_the_default_output_is_at_least_min_tokens() -> None:
     spec = lengths(10, min_tokens=30)
     assert (spec.min_tokens, spec.max_tokens) == (30, 30)

@@ -50,11 +50,35 @@ class SamplingParams(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
+    @_typing.final
+    class LogitBiasEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.int
+        value: _builtins.float
+        def __init__(
+            self,
+            *,
+            key: _builtins.int = ...,
+            value: _builtins.float = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     TEMPERATURE_FIELD_NUMBER: _builtins.int
     TOP_K_FIELD_NUMBER: _builtins.int
     TOP_P_FIELD_NUMBER: _builtins.int
     MIN_P_FIELD_NUMBER: _builtins.int
     SEED_FIELD_NUMBER: _builtins.int
+    PRESENCE_PENALTY_FIELD_NUMBER: _builtins.int
+    FREQUENCY_PENALTY_FIELD_NUMBER: _builtins.int
+    REPETITION_PENALTY_FIELD_NUMBER: _builtins.int
+    LOGIT_BIAS_FIELD_NUMBER: _builtins.int
     temperature: _builtins.float
     """Softmax temperature. 0 is greedy. Absent: the server's default (1.0)."""
     top_k: _builtins.int
@@ -65,6 +89,18 @@ class SamplingParams(_message.Message):
     """Drop tokens less likely than min_p times the most likely one, in [0, 1]. Absent: 0."""
     seed: _builtins.int
     """Seed of the request's noise. The same seed gives the same tokens whatever else runs. Absent: the router draws one."""
+    presence_penalty: _builtins.float
+    """Subtracted from the logit of every token that was generated already, in [-2, 2]. Absent: 0."""
+    frequency_penalty: _builtins.float
+    """Subtracted from the logit of a token once for each time it was generated, in [-2, 2]. Absent: 0."""
+    repetition_penalty: _builtins.float
+    """Divides the positive and multiplies the negative logits of tokens in the prompt or the output, in (0, 100].
+    Absent: 1, which is off.
+    """
+    @_builtins.property
+    def logit_bias(self) -> _containers.ScalarMap[_builtins.int, _builtins.float]:
+        """Token id -> what is added to its logit before any penalty, in [-100, 100]. At most 1024 ids."""
+
     def __init__(
         self,
         *,
@@ -73,13 +109,23 @@ class SamplingParams(_message.Message):
         top_p: _builtins.float | None = ...,
         min_p: _builtins.float | None = ...,
         seed: _builtins.int | None = ...,
+        presence_penalty: _builtins.float | None = ...,
+        frequency_penalty: _builtins.float | None = ...,
+        repetition_penalty: _builtins.float | None = ...,
+        logit_bias: _abc.Mapping[_builtins.int, _builtins.float] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_min_p", b"_min_p", "_seed", b"_seed", "_temperature", b"_temperature", "_top_k", b"_top_k", "_top_p", b"_top_p", "min_p", b"min_p", "seed", b"seed", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_frequency_penalty", b"_frequency_penalty", "_min_p", b"_min_p", "_presence_penalty", b"_presence_penalty", "_repetition_penalty", b"_repetition_penalty", "_seed", b"_seed", "_temperature", b"_temperature", "_top_k", b"_top_k", "_top_p", b"_top_p", "frequency_penalty", b"frequency_penalty", "min_p", b"min_p", "presence_penalty", b"presence_penalty", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_min_p", b"_min_p", "_seed", b"_seed", "_temperature", b"_temperature", "_top_k", b"_top_k", "_top_p", b"_top_p", "min_p", b"min_p", "seed", b"seed", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_frequency_penalty", b"_frequency_penalty", "_min_p", b"_min_p", "_presence_penalty", b"_presence_penalty", "_repetition_penalty", b"_repetition_penalty", "_seed", b"_seed", "_temperature", b"_temperature", "_top_k", b"_top_k", "_top_p", b"_top_p", "frequency_penalty", b"frequency_penalty", "logit_bias", b"logit_bias", "min_p", b"min_p", "presence_penalty", b"presence_penalty", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__frequency_penalty: _TypeAlias = _typing.Literal["frequency_penalty"]  # noqa: Y015
+    _WhichOneofArgType__frequency_penalty: _TypeAlias = _typing.Literal["_frequency_penalty", b"_frequency_penalty"]  # noqa: Y015
     _WhichOneofReturnType__min_p: _TypeAlias = _typing.Literal["min_p"]  # noqa: Y015
     _WhichOneofArgType__min_p: _TypeAlias = _typing.Literal["_min_p", b"_min_p"]  # noqa: Y015
+    _WhichOneofReturnType__presence_penalty: _TypeAlias = _typing.Literal["presence_penalty"]  # noqa: Y015
+    _WhichOneofArgType__presence_penalty: _TypeAlias = _typing.Literal["_presence_penalty", b"_presence_penalty"]  # noqa: Y015
+    _WhichOneofReturnType__repetition_penalty: _TypeAlias = _typing.Literal["repetition_penalty"]  # noqa: Y015
+    _WhichOneofArgType__repetition_penalty: _TypeAlias = _typing.Literal["_repetition_penalty", b"_repetition_penalty"]  # noqa: Y015
     _WhichOneofReturnType__seed: _TypeAlias = _typing.Literal["seed"]  # noqa: Y015
     _WhichOneofArgType__seed: _TypeAlias = _typing.Literal["_seed", b"_seed"]  # noqa: Y015
     _WhichOneofReturnType__temperature: _TypeAlias = _typing.Literal["temperature"]  # noqa: Y015
@@ -89,7 +135,13 @@ class SamplingParams(_message.Message):
     _WhichOneofReturnType__top_p: _TypeAlias = _typing.Literal["top_p"]  # noqa: Y015
     _WhichOneofArgType__top_p: _TypeAlias = _typing.Literal["_top_p", b"_top_p"]  # noqa: Y015
     @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__frequency_penalty) -> _WhichOneofReturnType__frequency_penalty | None: ...
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__min_p) -> _WhichOneofReturnType__min_p | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__presence_penalty) -> _WhichOneofReturnType__presence_penalty | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__repetition_penalty) -> _WhichOneofReturnType__repetition_penalty | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__seed) -> _WhichOneofReturnType__seed | None: ...
     @_typing.overload
@@ -100,6 +152,50 @@ class SamplingParams(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__top_p) -> _WhichOneofReturnType__top_p | None: ...
 
 Global___SamplingParams: _TypeAlias = SamplingParams  # noqa: Y015
+
+@_typing.final
+class Logprobs(_message.Message):
+    """Natural log-probabilities of the tokens at N places of a sequence, by the model alone: log-softmax of its raw logits,
+    before bias, penalties, temperature and filters.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    LOGPROBS_FIELD_NUMBER: _builtins.int
+    TOP_TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    TOP_LOGPROBS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """The N tokens."""
+
+    @_builtins.property
+    def logprobs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
+        """Of those tokens."""
+
+    @_builtins.property
+    def top_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """The most likely tokens at each place, best first: N lists of equal length, back to back."""
+
+    @_builtins.property
+    def top_logprobs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
+        """Of the most likely tokens."""
+
+    def __init__(
+        self,
+        *,
+        token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        logprobs: _abc.Iterable[_builtins.float] | None = ...,
+        top_token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        top_logprobs: _abc.Iterable[_builtins.float] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["logprobs", b"logprobs", "token_ids", b"token_ids", "top_logprobs", b"top_logprobs", "top_token_ids", b"top_token_ids"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Logprobs: _TypeAlias = Logprobs  # noqa: Y015
 
 @_typing.final
 class StopParams(_message.Message):
@@ -275,6 +371,10 @@ class WorkerStats(_message.Message):
     FAILED_HANDOFFS_TOTAL_FIELD_NUMBER: _builtins.int
     DRAINING_FIELD_NUMBER: _builtins.int
     STEPS_TOTAL_FIELD_NUMBER: _builtins.int
+    BLOCKS_CACHED_FIELD_NUMBER: _builtins.int
+    CACHED_TOKENS_TOTAL_FIELD_NUMBER: _builtins.int
+    PREEMPTIONS_TOTAL_FIELD_NUMBER: _builtins.int
+    RECOMPUTED_TOKENS_TOTAL_FIELD_NUMBER: _builtins.int
     num_waiting: _builtins.int
     """Requests waiting to start."""
     num_running: _builtins.int
@@ -284,10 +384,12 @@ class WorkerStats(_message.Message):
     queued_tokens: _builtins.int
     """Prompt tokens waiting or in progress (prefill), or tokens held by running sequences (decode)."""
     blocks_in_use: _builtins.int
-    """Blocks owned by requests or reservations."""
+    """Blocks owned by requests or reservations; one that several share counts once."""
     blocks_total: _builtins.int
     prefill_tokens_total: _builtins.int
-    """Tokens computed by prefill on this worker since it started. On a decode worker this is the local prefill count."""
+    """Tokens computed by prefill on this worker since it started. On a decode worker this is the local prefill count,
+    without recomputed_tokens_total: anything but 0 there means that KV did not come by hand-off.
+    """
     generated_tokens_total: _builtins.int
     """Tokens sampled since start."""
     kv_bytes_total: _builtins.int
@@ -298,6 +400,14 @@ class WorkerStats(_message.Message):
     """True once the worker refuses new work."""
     steps_total: _builtins.int
     """Engine steps since start."""
+    blocks_cached: _builtins.int
+    """Blocks that nobody owns, kept as prefix cache until they are needed. The rest of blocks_total is free."""
+    cached_tokens_total: _builtins.int
+    """Prompt tokens found in the prefix cache since start: not computed (prefill) or not received (decode)."""
+    preemptions_total: _builtins.int
+    """Sequences that had to give up their blocks to older ones since start (decode)."""
+    recomputed_tokens_total: _builtins.int
+    """Tokens computed again after a preemption since start (decode)."""
     def __init__(
         self,
         *,
@@ -313,10 +423,14 @@ class WorkerStats(_message.Message):
         failed_handoffs_total: _builtins.int = ...,
         draining: _builtins.bool = ...,
         steps_total: _builtins.int = ...,
+        blocks_cached: _builtins.int = ...,
+        cached_tokens_total: _builtins.int = ...,
+        preemptions_total: _builtins.int = ...,
+        recomputed_tokens_total: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks_in_use", b"blocks_in_use", "blocks_total", b"blocks_total", "draining", b"draining", "failed_handoffs_total", b"failed_handoffs_total", "generated_tokens_total", b"generated_tokens_total", "kv_bytes_total", b"kv_bytes_total", "num_running", b"num_running", "num_transferring", b"num_transferring", "num_waiting", b"num_waiting", "prefill_tokens_total", b"prefill_tokens_total", "queued_tokens", b"queued_tokens", "steps_total", b"steps_total"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks_cached", b"blocks_cached", "blocks_in_use", b"blocks_in_use", "blocks_total", b"blocks_total", "cached_tokens_total", b"cached_tokens_total", "draining", b"draining", "failed_handoffs_total", b"failed_handoffs_total", "generated_tokens_total", b"generated_tokens_total", "kv_bytes_total", b"kv_bytes_total", "num_running", b"num_running", "num_transferring", b"num_transferring", "num_waiting", b"num_waiting", "preemptions_total", b"preemptions_total", "prefill_tokens_total", b"prefill_tokens_total", "queued_tokens", b"queued_tokens", "recomputed_tokens_total", b"recomputed_tokens_total", "steps_total", b"steps_total"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -342,6 +456,13 @@ class GenerationJob(_message.Message):
     MIN_P_FIELD_NUMBER: _builtins.int
     SEED_FIELD_NUMBER: _builtins.int
     DEADLINE_S_FIELD_NUMBER: _builtins.int
+    PRESENCE_PENALTY_FIELD_NUMBER: _builtins.int
+    FREQUENCY_PENALTY_FIELD_NUMBER: _builtins.int
+    REPETITION_PENALTY_FIELD_NUMBER: _builtins.int
+    LOGIT_BIAS_IDS_FIELD_NUMBER: _builtins.int
+    LOGIT_BIAS_VALUES_FIELD_NUMBER: _builtins.int
+    NUM_LOGPROBS_FIELD_NUMBER: _builtins.int
+    NUM_PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     attempt: _builtins.int
     """Fencing number given by the router; grows with each retry. Receivers drop what belongs to an older attempt."""
@@ -363,6 +484,15 @@ class GenerationJob(_message.Message):
     """Seed of the stateless noise."""
     deadline_s: _builtins.float
     """Seconds left when the message was sent. 0: no deadline."""
+    presence_penalty: _builtins.float
+    """0 is off; so is 0 of frequency_penalty."""
+    frequency_penalty: _builtins.float
+    repetition_penalty: _builtins.float
+    """Absent: 1, which is off."""
+    num_logprobs: _builtins.int
+    """How many of the most likely tokens to report beside each drawn one. Absent: no log-probabilities at all."""
+    num_prompt_logprobs: _builtins.int
+    """The same for the tokens of the prompt, from the second on."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Prompt, followed by what earlier attempts already generated."""
@@ -371,6 +501,12 @@ class GenerationJob(_message.Message):
     def stop_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Ids that end generation (end-of-sequence ids unless ignored, and the request's own)."""
 
+    @_builtins.property
+    def logit_bias_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """What is added to the logits of these ids; entry i of the one belongs to entry i of the other."""
+
+    @_builtins.property
+    def logit_bias_values(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]: ...
     def __init__(
         self,
         *,
@@ -388,11 +524,29 @@ class GenerationJob(_message.Message):
         min_p: _builtins.float = ...,
         seed: _builtins.int = ...,
         deadline_s: _builtins.float = ...,
+        presence_penalty: _builtins.float = ...,
+        frequency_penalty: _builtins.float = ...,
+        repetition_penalty: _builtins.float | None = ...,
+        logit_bias_ids: _abc.Iterable[_builtins.int] | None = ...,
+        logit_bias_values: _abc.Iterable[_builtins.float] | None = ...,
+        num_logprobs: _builtins.int | None = ...,
+        num_prompt_logprobs: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_num_logprobs", b"_num_logprobs", "_num_prompt_logprobs", b"_num_prompt_logprobs", "_repetition_penalty", b"_repetition_penalty", "num_logprobs", b"num_logprobs", "num_prompt_logprobs", b"num_prompt_logprobs", "repetition_penalty", b"repetition_penalty"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "deadline_s", b"deadline_s", "max_new_tokens", b"max_new_tokens", "min_new_tokens", b"min_new_tokens", "min_p", b"min_p", "num_prompt_tokens", b"num_prompt_tokens", "request_id", b"request_id", "router_id", b"router_id", "seed", b"seed", "stop_token_ids", b"stop_token_ids", "temperature", b"temperature", "token_ids", b"token_ids", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_num_logprobs", b"_num_logprobs", "_num_prompt_logprobs", b"_num_prompt_logprobs", "_repetition_penalty", b"_repetition_penalty", "attempt", b"attempt", "deadline_s", b"deadline_s", "frequency_penalty", b"frequency_penalty", "logit_bias_ids", b"logit_bias_ids", "logit_bias_values", b"logit_bias_values", "max_new_tokens", b"max_new_tokens", "min_new_tokens", b"min_new_tokens", "min_p", b"min_p", "num_logprobs", b"num_logprobs", "num_prompt_logprobs", b"num_prompt_logprobs", "num_prompt_tokens", b"num_prompt_tokens", "presence_penalty", b"presence_penalty", "repetition_penalty", b"repetition_penalty", "request_id", b"request_id", "router_id", b"router_id", "seed", b"seed", "stop_token_ids", b"stop_token_ids", "temperature", b"temperature", "token_ids", b"token_ids", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__num_logprobs: _TypeAlias = _typing.Literal["num_logprobs"]  # noqa: Y015
+    _WhichOneofArgType__num_logprobs: _TypeAlias = _typing.Literal["_num_logprobs", b"_num_logprobs"]  # noqa: Y015
+    _WhichOneofReturnType__num_prompt_logprobs: _TypeAlias = _typing.Literal["num_prompt_logprobs"]  # noqa: Y015
+    _WhichOneofArgType__num_prompt_logprobs: _TypeAlias = _typing.Literal["_num_prompt_logprobs", b"_num_prompt_logprobs"]  # noqa: Y015
+    _WhichOneofReturnType__repetition_penalty: _TypeAlias = _typing.Literal["repetition_penalty"]  # noqa: Y015
+    _WhichOneofArgType__repetition_penalty: _TypeAlias = _typing.Literal["_repetition_penalty", b"_repetition_penalty"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__num_logprobs) -> _WhichOneofReturnType__num_logprobs | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__num_prompt_logprobs) -> _WhichOneofReturnType__num_prompt_logprobs | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__repetition_penalty) -> _WhichOneofReturnType__repetition_penalty | None: ...
 
 Global___GenerationJob: _TypeAlias = GenerationJob  # noqa: Y015

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from pdserve.rpc.v1 import common_pb2 as pdserve_dot_rpc_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1cpdserve/rpc/v1/handoff.proto\x12\x0epdserve.rpc.v1\x1a\x1bpdserve/rpc/v1/common.proto\"0\n\tHandoffId\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\x05\"\x96\x01\n\tLinkHello\x12+\n\x07prefill\x18\x01 \x01(\x0b\x32\x1a.pdserve.rpc.v1.WorkerInfo\x12\x12\n\ngeneration\x18\x02 \x01(\x05\x12\x1a\n\x12\x64\x65\x63ode_incarnation\x18\x03 \x01(\t\x12\x1a\n\x12target_chunk_bytes\x18\x04 \x01(\x03\x12\x10\n\x08protocol\x18\x05 \x01(\x05\"9\n\x0bLinkWelcome\x12*\n\x06\x64\x65\x63ode\x18\x01 \x01(\x0b\x32\x1a.pdserve.rpc.v1.WorkerInfo\",\n\x0bLinkRefused\x12\x0c\n\x04\x63ode\x18\x01 \x01(\t\x12\x0f\n\x07message\x18\x02 \x01(\t\"\x83\x01\n\x07Reserve\x12%\n\x02id\x18\x01 \x01(\x0b\x32\x19.pdserve.rpc.v1.HandoffId\x12*\n\x03job\x18\x02 \x01(\x0b\x32\x1d.pdserve.rpc.v1.GenerationJob\x12\x12\n\nnum_tokens\x18\x03 \x01(\x05\x12\x11\n\tplan_hash\x18\x04 \x01(\x04\"d\n\x05Grant\x12%\n\x02id\x18\x01 \x01(\x0b\x32\x19.pdserve.rpc.v1.HandoffId\x12\r\n\x05nonce\x18\x02 \x01(\x04\x12\x0f\n\x07lease_s\x18\x03 \x01(\x01\x12\x14\n\x0c\x63redit_bytes\x18\x04 \x01(\x03\"D\n\x04\x42usy\x12%\n\x02id\x18\x01 \x01(\x0b\x32\x19.pdserve.rpc.v1.HandoffId\x12\x15\n\rretry_after_s\x18\x02 \x01(\x01\"[\n\x04Gone\x12%\n\x02id\x18\x01 \x01(\x0b\x32\x19.pdserve.rpc.v1.HandoffId\x12\r\n\x05nonce\x18\x02 \x01(\x04\x12\x0c\n\x04\x63ode\x18\x03 \x01(\t\x12\x0f\n\x07message\x18\x04 \x01(\t\"c\n\x08\x43hunkAck\x12%\n\x02id\x18\x01 \x01(\x0b\x32\x19.pdserve.rpc.v1.HandoffId\x12\r\n\x05nonce\x18\x02 \x01(\x04\x12\x0b\n\x03seq\x18\x03 \x01(\x05\x12\x14\n\x0cstored_bytes\x18\x04 \x01(\x03\"]\n\x08\x43hunkNak\x12%\n\x02id\x18\x01 \x01(\x0b\x32\x19.pdserve.rpc.v1.HandoffId\x12\r\n\x05nonce\x18\x02 \x01(\x04\x12\x0b\n\x03seq\x18\x03 \x01(\x05\x12\x0e\n\x06reason\x18\x04 \x01(\t\"S\n\x06\x43ommit\x12%\n\x02id\x18\x01 \x01(\x0b\x32\x19.pdserve.rpc.v1.HandoffId\x12\r\n\x05nonce\x18\x02 \x01(\x04\x12\x13\n\x0b\x66irst_token\x18\x03 \x01(\x05\"A\n\tCommitAck\x12%\n\x02id\x18\x01 \x01(\x0b\x32\x19.pdserve.rpc.v1.HandoffId\x12\r\n\x05nonce\x18\x02 \x01(\x04\"X\n\nCommitNack\x12%\n\x02id\x18\x01 \x01(\x0b\x32\x19.pdserve.rpc.v1.HandoffId\x12\r\n\x05nonce\x18\x02 \x01(\x04\x12\x14\n\x0cmissing_seqs\x18\x03 \x03(\x05\"=\n\x05Renew\x12%\n\x02id\x18\x01 \x01(\x0b\x32\x19.pdserve.rpc.v1.HandoffId\x12\r\n\x05nonce\x18\x02 \x01(\x04\"Q\n\x08RenewAck\x12%\n\x02id\x18\x01 \x01(\x0b\x32\x19.pdserve.rpc.v1.HandoffId\x12\r\n\x05nonce\x18\x02 \x01(\x04\x12\x0f\n\x07lease_s\x18\x03 \x01(\x01\"=\n\x05\x41\x62ort\x12%\n\x02id\x18\x01 \x01(\x0b\x32\x19.pdserve.rpc.v1.HandoffId\x12\r\n\x05nonce\x18\x02 \x01(\x04\"@\n\x08\x41\x62ortAck\x12%\n\x02id\x18\x01 \x01(\x0b\x32\x19.pdserve.rpc.v1.HandoffId\x12\r\n\x05nonce\x18\x02 \x01(\x04\"=\n\x05Quiet\x12%\n\x02id\x18\x01 \x01(\x0b\x32\x19.pdserve.rpc.v1.HandoffId\x12\r\n\x05nonce\x18\x02 \x01(\x04\"\x0f\n\rLinkHeartbeat\"\xc9\x02\n\x0eHandoffRequest\x12*\n\x05hello\x18\x01 \x01(\x0b\x32\x19.pdserve.rpc.v1.LinkHelloH\x00\x12*\n\x07reserve\x18\x02 \x01(\x0b\x32\x17.pdserve.rpc.v1.ReserveH\x00\x12(\n\x06\x63ommit\x18\x03 \x01(\x0b\x32\x16.pdserve.rpc.v1.CommitH\x00\x12&\n\x05renew\x18\x04 \x01(\x0b\x32\x15.pdserve.rpc.v1.RenewH\x00\x12&\n\x05\x61\x62ort\x18\x05 \x01(\x0b\x32\x15.pdserve.rpc.v1.AbortH\x00\x12&\n\x05quiet\x18\x06 \x01(\x0b\x32\x15.pdserve.rpc.v1.QuietH\x00\x12\x32\n\theartbeat\x18\x07 \x01(\x0b\x32\x1d.pdserve.rpc.v1.LinkHeartbeatH\x00\x42\t\n\x07message\"\xc1\x04\n\x0cHandoffReply\x12.\n\x07welcome\x18\x01 \x01(\x0b\x32\x1b.pdserve.rpc.v1.LinkWelcomeH\x00\x12&\n\x05grant\x18\x02 \x01(\x0b\x32\x15.pdserve.rpc.v1.GrantH\x00\x12$\n\x04\x62usy\x18\x03 \x01(\x0b\x32\x14.pdserve.rpc.v1.BusyH\x00\x12$\n\x04gone\x18\x04 \x01(\x0b\x32\x14.pdserve.rpc.v1.GoneH\x00\x12-\n\tchunk_ack\x18\x05 \x01(\x0b\x32\x18.pdserve.rpc.v1.ChunkAckH\x00\x12-\n\tchunk_nak\x18\x06 \x01(\x0b\x32\x18.pdserve.rpc.v1.ChunkNakH\x00\x12/\n\ncommit_ack\x18\x07 \x01(\x0b\x32\x19.pdserve.rpc.v1.CommitAckH\x00\x12\x31\n\x0b\x63ommit_nack\x18\x08 \x01(\x0b\x32\x1a.pdserve.rpc.v1.CommitNackH\x00\x12-\n\trenew_ack\x18\t \x01(\x0b\x32\x18.pdserve.rpc.v1.RenewAckH\x00\x12-\n\tabort_ack\x18\n \x01(\x0b\x32\x18.pdserve.rpc.v1.AbortAckH\x00\x12\x32\n\theartbeat\x18\x0b \x01(\x0b\x32\x1d.pdserve.rpc.v1.LinkHeartbeatH\x00\x12.\n\x07refused\x18\x0c \x01(\x0b\x32\x1b.pdserve.rpc.v1.LinkRefusedH\x00\x42\t\n\x07message2Y\n\nKvTransfer\x12K\n\x07\x43ontrol\x12\x1e.pdserve.rpc.v1.HandoffRequest\x1a\x1c.pdserve.rpc.v1.HandoffReply(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1cpdserve/rpc/v1/handoff.proto\x12\x0epdserve.rpc.v1\x1a\x1bpdserve/rpc/v1/common.proto\"0\n\tHandoffId\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\x05\"\x96\x01\n\tLinkHello\x12+\n\x07prefill\x18\x01 \x01(\x0b\x32\x1a.pdserve.rpc.v1.WorkerInfo\x12\x12\n\ngeneration\x18\x02 \x01(\x05\x12\x1a\n\x12\x64\x65\x63ode_incarnation\x18\x03 \x01(\t\x12\x1a\n\x12target_chunk_bytes\x18\x04 \x01(\x03\x12\x10\n\x08protocol\x18\x05 \x01(\x05\"9\n\x0bLinkWelcome\x12*\n\x06\x64\x65\x63ode\x18\x01 \x01(\x0b\x32\x1a.pdserve.rpc.v1.WorkerInfo\",\n\x0bLinkRefused\x12\x0c\n\x04\x63ode\x18\x01 \x01(\t\x12\x0f\n\x07message\x18\x02 \x01(\t\"\x83\x01\n\x07Reserve\x12%\n\x02id\x18\x01 \x01(\x0b\x32\x19.pdserve.rpc.v1.HandoffId\x12*\n\x03job\x18\x02 \x01(\x0b\x32\x1d.pdserve.rpc.v1.GenerationJob\x12\x12\n\nnum_tokens\x18\x03 \x01(\x05\x12\x11\n\tplan_hash\x18\x04 \x01(\x04\"\x90\x01\n\x05Grant\x12%\n\x02id\x18\x01 \x01(\x0b\x32\x19.pdserve.rpc.v1.HandoffId\x12\r\n\x05nonce\x18\x02 \x01(\x04\x12\x0f\n\x07lease_s\x18\x03 \x01(\x01\x12\x14\n\x0c\x63redit_bytes\x18\x04 \x01(\x03\x12\x17\n\x0fnum_held_tokens\x18\x05 \x01(\x05\x12\x11\n\tplan_hash\x18\x06 \x01(\x04\"D\n\x04\x42usy\x12%\n\x02id\x18\x01 \x01(\x0b\x32\x19.pdserve.rpc.v1.HandoffId\x12\x15\n\rretry_after_s\x18\x02 \x01(\x01\"[\n\x04Gone\x12%\n\x02id\x18\x01 \x01(\x0b\x32\x19.pdserve.rpc.v1.HandoffId\x12\r\n\x05nonce\x18\x02 \x01(\x04\x12\x0c\n\x04\x63ode\x18\x03 \x01(\t\x12\x0f\n\x07message\x18\x04 \x01(\t\"c\n\x08\x43hunkAck\x12%\n\x02id\x18\x01 \x01(\x0b\x32\x19.pdserve.rpc.v1.HandoffId\x12\r\n\x05nonce\x18\x02 \x01(\x04\x12\x0b\n\x03seq\x18\x03 \x01(\x05\x12\x14\n\x0cstored_bytes\x18\x04 \x01(\x03\"]\n\x08\x43hunkNak\x12%\n\x02id\x18\x01 \x01(\x0b\x32\x19.pdserve.rpc.v1.HandoffId\x12\r\n\x05nonce\x18\x02 \x01(\x04\x12\x0b\n\x03seq\x18\x03 \x01(\x05\x12\x0e\n\x06reason\x18\x04 \x01(\t\"S\n\x06\x43ommit\x12%\n\x02id\x18\x01 \x01(\x0b\x32\x19.pdserve.rpc.v1.HandoffId\x12\r\n\x05nonce\x18\x02 \x01(\x04\x12\x13\n\x0b\x66irst_token\x18\x03 \x01(\x05\"A\n\tCommitAck\x12%\n\x02id\x18\x01 \x01(\x0b\x32\x19.pdserve.rpc.v1.HandoffId\x12\r\n\x05nonce\x18\x02 \x01(\x04\"X\n\nCommitNack\x12%\n\x02id\x18\x01 \x01(\x0b\x32\x19.pdserve.rpc.v1.HandoffId\x12\r\n\x05nonce\x18\x02 \x01(\x04\x12\x14\n\x0cmissing_seqs\x18\x03 \x03(\x05\"=\n\x05Renew\x12%\n\x02id\x18\x01 \x01(\x0b\x32\x19.pdserve.rpc.v1.HandoffId\x12\r\n\x05nonce\x18\x02 \x01(\x04\"Q\n\x08RenewAck\x12%\n\x02id\x18\x01 \x01(\x0b\x32\x19.pdserve.rpc.v1.HandoffId\x12\r\n\x05nonce\x18\x02 \x01(\x04\x12\x0f\n\x07lease_s\x18\x03 \x01(\x01\"=\n\x05\x41\x62ort\x12%\n\x02id\x18\x01 \x01(\x0b\x32\x19.pdserve.rpc.v1.HandoffId\x12\r\n\x05nonce\x18\x02 \x01(\x04\"@\n\x08\x41\x62ortAck\x12%\n\x02id\x18\x01 \x01(\x0b\x32\x19.pdserve.rpc.v1.HandoffId\x12\r\n\x05nonce\x18\x02 \x01(\x04\"=\n\x05Quiet\x12%\n\x02id\x18\x01 \x01(\x0b\x32\x19.pdserve.rpc.v1.HandoffId\x12\r\n\x05nonce\x18\x02 \x01(\x04\"\x0f\n\rLinkHeartbeat\"\xc9\x02\n\x0eHandoffRequest\x12*\n\x05hello\x18\x01 \x01(\x0b\x32\x19.pdserve.rpc.v1.LinkHelloH\x00\x12*\n\x07reserve\x18\x02 \x01(\x0b\x32\x17.pdserve.rpc.v1.ReserveH\x00\x12(\n\x06\x63ommit\x18\x03 \x01(\x0b\x32\x16.pdserve.rpc.v1.CommitH\x00\x12&\n\x05renew\x18\x04 \x01(\x0b\x32\x15.pdserve.rpc.v1.RenewH\x00\x12&\n\x05\x61\x62ort\x18\x05 \x01(\x0b\x32\x15.pdserve.rpc.v1.AbortH\x00\x12&\n\x05quiet\x18\x06 \x01(\x0b\x32\x15.pdserve.rpc.v1.QuietH\x00\x12\x32\n\theartbeat\x18\x07 \x01(\x0b\x32\x1d.pdserve.rpc.v1.LinkHeartbeatH\x00\x42\t\n\x07message\"\xc1\x04\n\x0cHandoffReply\x12.\n\x07welcome\x18\x01 \x01(\x0b\x32\x1b.pdserve.rpc.v1.LinkWelcomeH\x00\x12&\n\x05grant\x18\x02 \x01(\x0b\x32\x15.pdserve.rpc.v1.GrantH\x00\x12$\n\x04\x62usy\x18\x03 \x01(\x0b\x32\x14.pdserve.rpc.v1.BusyH\x00\x12$\n\x04gone\x18\x04 \x01(\x0b\x32\x14.pdserve.rpc.v1.GoneH\x00\x12-\n\tchunk_ack\x18\x05 \x01(\x0b\x32\x18.pdserve.rpc.v1.ChunkAckH\x00\x12-\n\tchunk_nak\x18\x06 \x01(\x0b\x32\x18.pdserve.rpc.v1.ChunkNakH\x00\x12/\n\ncommit_ack\x18\x07 \x01(\x0b\x32\x19.pdserve.rpc.v1.CommitAckH\x00\x12\x31\n\x0b\x63ommit_nack\x18\x08 \x01(\x0b\x32\x1a.pdserve.rpc.v1.CommitNackH\x00\x12-\n\trenew_ack\x18\t \x01(\x0b\x32\x18.pdserve.rpc.v1.RenewAckH\x00\x12-\n\tabort_ack\x18\n \x01(\x0b\x32\x18.pdserve.rpc.v1.AbortAckH\x00\x12\x32\n\theartbeat\x18\x0b \x01(\x0b\x32\x1d.pdserve.rpc.v1.LinkHeartbeatH\x00\x12.\n\x07refused\x18\x0c \x01(\x0b\x32\x1b.pdserve.rpc.v1.LinkRefusedH\x00\x42\t\n\x07message2Y\n\nKvTransfer\x12K\n\x07\x43ontrol\x12\x1e.pdserve.rpc.v1.HandoffRequest\x1a\x1c.pdserve.rpc.v1.HandoffReply(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -42,38 +42,38 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_LINKREFUSED']._serialized_end=383
   _globals['_RESERVE']._serialized_start=386
   _globals['_RESERVE']._serialized_end=517
-  _globals['_GRANT']._serialized_start=519
-  _globals['_GRANT']._serialized_end=619
-  _globals['_BUSY']._serialized_start=621
-  _globals['_BUSY']._serialized_end=689
-  _globals['_GONE']._serialized_start=691
-  _globals['_GONE']._serialized_end=782
-  _globals['_CHUNKACK']._serialized_start=784
-  _globals['_CHUNKACK']._serialized_end=883
-  _globals['_CHUNKNAK']._serialized_start=885
-  _globals['_CHUNKNAK']._serialized_end=978
-  _globals['_COMMIT']._serialized_start=980
-  _globals['_COMMIT']._serialized_end=1063
-  _globals['_COMMITACK']._serialized_start=1065
-  _globals['_COMMITACK']._serialized_end=1130
-  _globals['_COMMITNACK']._serialized_start=1132
-  _globals['_COMMITNACK']._serialized_end=1220
-  _globals['_RENEW']._serialized_start=1222
-  _globals['_RENEW']._serialized_end=1283
-  _globals['_RENEWACK']._serialized_start=1285
-  _globals['_RENEWACK']._serialized_end=1366
-  _globals['_ABORT']._serialized_start=1368
-  _globals['_ABORT']._serialized_end=1429
-  _globals['_ABORTACK']._serialized_start=1431
-  _globals['_ABORTACK']._serialized_end=1495
-  _globals['_QUIET']._serialized_start=1497
-  _globals['_QUIET']._serialized_end=1558
-  _globals['_LINKHEARTBEAT']._serialized_start=1560
-  _globals['_LINKHEARTBEAT']._serialized_end=1575
-  _globals['_HANDOFFREQUEST']._serialized_start=1578
-  _globals['_HANDOFFREQUEST']._serialized_end=1907
-  _globals['_HANDOFFREPLY']._serialized_start=1910
-  _globals['_HANDOFFREPLY']._serialized_end=2487
-  _globals['_KVTRANSFER']._serialized_start=2489
-  _globals['_KVTRANSFER']._serialized_end=2578
+  _globals['_GRANT']._serialized_start=520
+  _globals['_GRANT']._serialized_end=664
+  _globals['_BUSY']._serialized_start=666
+  _globals['_BUSY']._serialized_end=734
+  _globals['_GONE']._serialized_start=736
+  _globals['_GONE']._serialized_end=827
+  _globals['_CHUNKACK']._serialized_start=829
+  _globals['_CHUNKACK']._serialized_end=928
+  _globals['_CHUNKNAK']._serialized_start=930
+  _globals['_CHUNKNAK']._serialized_end=1023
+  _globals['_COMMIT']._serialized_start=1025
+  _globals['_COMMIT']._serialized_end=1108
+  _globals['_COMMITACK']._serialized_start=1110
+  _globals['_COMMITACK']._serialized_end=1175
+  _globals['_COMMITNACK']._serialized_start=1177
+  _globals['_COMMITNACK']._serialized_end=1265
+  _globals['_RENEW']._serialized_start=1267
+  _globals['_RENEW']._serialized_end=1328
+  _globals['_RENEWACK']._serialized_start=1330
+  _globals['_RENEWACK']._serialized_end=1411
+  _globals['_ABORT']._serialized_start=1413
+  _globals['_ABORT']._serialized_end=1474
+  _globals['_ABORTACK']._serialized_start=1476
+  _globals['_ABORTACK']._serialized_end=1540
+  _globals['_QUIET']._serialized_start=1542
+  _globals['_QUIET']._serialized_end=1603
+  _globals['_LINKHEARTBEAT']._serialized_start=1605
+  _globals['_LINKHEARTBEAT']._serialized_end=1620
+  _globals['_HANDOFFREQUEST']._serialized_start=1623
+  _globals['_HANDOFFREQUEST']._serialized_end=1952
+  _globals['_HANDOFFREPLY']._serialized_start=1955
+  _globals['_HANDOFFREPLY']._serialized_end=2532
+  _globals['_KVTRANSFER']._serialized_start=2534
+  _globals['_KVTRANSFER']._serialized_end=2623
 # @@protoc_insertion_point(module_scope)

@@ -146,7 +146,7 @@ class Reserve(_message.Message):
     num_tokens: _builtins.int
     """Tokens whose KV will be sent."""
     plan_hash: _builtins.int
-    """Hash of the chunk plan, which both sides derive from (num_tokens, layout)."""
+    """Hash of the chunk plan for all of them, which both sides derive from (num_tokens, layout, target_chunk_bytes)."""
     @_builtins.property
     def id(self) -> Global___HandoffId: ...
     @_builtins.property
@@ -177,12 +177,20 @@ class Grant(_message.Message):
     NONCE_FIELD_NUMBER: _builtins.int
     LEASE_S_FIELD_NUMBER: _builtins.int
     CREDIT_BYTES_FIELD_NUMBER: _builtins.int
+    NUM_HELD_TOKENS_FIELD_NUMBER: _builtins.int
+    PLAN_HASH_FIELD_NUMBER: _builtins.int
     nonce: _builtins.int
     """Names this reservation in every chunk and message that follows."""
     lease_s: _builtins.float
     """Seconds without a chunk or Renew after which the decode worker takes the room back."""
     credit_bytes: _builtins.int
     """Bytes that may be in flight on the link before the first acknowledgement."""
+    num_held_tokens: _builtins.int
+    """Leading tokens whose KV the decode worker has in its prefix cache and keeps for this reservation: whole blocks,
+    fewer than num_tokens. Chunks of this ticket begin with the token after them.
+    """
+    plan_hash: _builtins.int
+    """Hash of the chunk plan of this ticket, derived like that of Reserve from num_held_tokens on."""
     @_builtins.property
     def id(self) -> Global___HandoffId: ...
     def __init__(
@@ -192,10 +200,12 @@ class Grant(_message.Message):
         nonce: _builtins.int = ...,
         lease_s: _builtins.float = ...,
         credit_bytes: _builtins.int = ...,
+        num_held_tokens: _builtins.int = ...,
+        plan_hash: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["id", b"id"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["credit_bytes", b"credit_bytes", "id", b"id", "lease_s", b"lease_s", "nonce", b"nonce"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["credit_bytes", b"credit_bytes", "id", b"id", "lease_s", b"lease_s", "nonce", b"nonce", "num_held_tokens", b"num_held_tokens", "plan_hash", b"plan_hash"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

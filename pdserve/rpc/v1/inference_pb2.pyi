@@ -93,12 +93,20 @@ class GenerateRequest(_message.Message):
     CHAT_FIELD_NUMBER: _builtins.int
     SAMPLING_FIELD_NUMBER: _builtins.int
     STOP_FIELD_NUMBER: _builtins.int
+    LOGPROBS_FIELD_NUMBER: _builtins.int
+    PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Name of the request, 1 to 128 of [A-Za-z0-9._:-]. Absent: the router makes one. A name in use is ALREADY_EXISTS."""
     model: _builtins.str
     """Model to use. Empty: the one being served."""
     text: _builtins.str
     """Plain text; BOS is added where the tokenizer does so."""
+    logprobs: _builtins.int
+    """Return the log-probability of each generated token and of the so many most likely ones at its place, 0 to 20.
+    Absent: none. 0: only that of the generated token.
+    """
+    prompt_logprobs: _builtins.int
+    """The same for the tokens of the prompt, from the second on: nothing comes before the first."""
     @_builtins.property
     def token_ids(self) -> Global___TokenIds:
         """Token ids, taken as they are."""
@@ -121,13 +129,24 @@ class GenerateRequest(_message.Message):
         chat: Global___ChatPrompt | None = ...,
         sampling: _common_pb2.SamplingParams | None = ...,
         stop: _common_pb2.StopParams | None = ...,
+        logprobs: _builtins.int | None = ...,
+        prompt_logprobs: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["chat", b"chat", "input", b"input", "sampling", b"sampling", "stop", b"stop", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_prompt_logprobs", b"_prompt_logprobs", "chat", b"chat", "input", b"input", "logprobs", b"logprobs", "prompt_logprobs", b"prompt_logprobs", "sampling", b"sampling", "stop", b"stop", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["chat", b"chat", "input", b"input", "model", b"model", "request_id", b"request_id", "sampling", b"sampling", "stop", b"stop", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_prompt_logprobs", b"_prompt_logprobs", "chat", b"chat", "input", b"input", "logprobs", b"logprobs", "model", b"model", "prompt_logprobs", b"prompt_logprobs", "request_id", b"request_id", "sampling", b"sampling", "stop", b"stop", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__logprobs: _TypeAlias = _typing.Literal["logprobs"]  # noqa: Y015
+    _WhichOneofArgType__logprobs: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs"]  # noqa: Y015
+    _WhichOneofReturnType__prompt_logprobs: _TypeAlias = _typing.Literal["prompt_logprobs"]  # noqa: Y015
+    _WhichOneofArgType__prompt_logprobs: _TypeAlias = _typing.Literal["_prompt_logprobs", b"_prompt_logprobs"]  # noqa: Y015
     _WhichOneofReturnType_input: _TypeAlias = _typing.Literal["text", "token_ids", "chat"]  # noqa: Y015
     _WhichOneofArgType_input: _TypeAlias = _typing.Literal["input", b"input"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__logprobs) -> _WhichOneofReturnType__logprobs | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__prompt_logprobs) -> _WhichOneofReturnType__prompt_logprobs | None: ...
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType_input) -> _WhichOneofReturnType_input | None: ...
 
 Global___GenerateRequest: _TypeAlias = GenerateRequest  # noqa: Y015
@@ -263,6 +282,8 @@ class GenerateResponse(_message.Message):
     USAGE_FIELD_NUMBER: _builtins.int
     TIMINGS_FIELD_NUMBER: _builtins.int
     PLACEMENT_FIELD_NUMBER: _builtins.int
+    LOGPROBS_FIELD_NUMBER: _builtins.int
+    PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     seq: _builtins.int
     """Grows by one with each response of a request, from 0."""
@@ -282,6 +303,16 @@ class GenerateResponse(_message.Message):
     def timings(self) -> Global___Timings: ...
     @_builtins.property
     def placement(self) -> Global___Placement: ...
+    @_builtins.property
+    def logprobs(self) -> _common_pb2.Logprobs:
+        """One entry for each of token_ids, if GenerateRequest.logprobs was set."""
+
+    @_builtins.property
+    def prompt_logprobs(self) -> _common_pb2.Logprobs:
+        """Of further tokens of the prompt, if GenerateRequest.prompt_logprobs was set. All of them come before the first
+        generated token.
+        """
+
     def __init__(
         self,
         *,
@@ -295,10 +326,12 @@ class GenerateResponse(_message.Message):
         usage: Global___Usage | None = ...,
         timings: Global___Timings | None = ...,
         placement: Global___Placement | None = ...,
+        logprobs: _common_pb2.Logprobs | None = ...,
+        prompt_logprobs: _common_pb2.Logprobs | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["matched_stop", b"matched_stop", "placement", b"placement", "stop_string", b"stop_string", "stop_token_id", b"stop_token_id", "timings", b"timings", "usage", b"usage"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["logprobs", b"logprobs", "matched_stop", b"matched_stop", "placement", b"placement", "prompt_logprobs", b"prompt_logprobs", "stop_string", b"stop_string", "stop_token_id", b"stop_token_id", "timings", b"timings", "usage", b"usage"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["finish_reason", b"finish_reason", "matched_stop", b"matched_stop", "placement", b"placement", "request_id", b"request_id", "seq", b"seq", "stop_string", b"stop_string", "stop_token_id", b"stop_token_id", "text_delta", b"text_delta", "timings", b"timings", "token_ids", b"token_ids", "usage", b"usage"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["finish_reason", b"finish_reason", "logprobs", b"logprobs", "matched_stop", b"matched_stop", "placement", b"placement", "prompt_logprobs", b"prompt_logprobs", "request_id", b"request_id", "seq", b"seq", "stop_string", b"stop_string", "stop_token_id", b"stop_token_id", "text_delta", b"text_delta", "timings", b"timings", "token_ids", b"token_ids", "usage", b"usage"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_matched_stop: _TypeAlias = _typing.Literal["stop_token_id", "stop_string"]  # noqa: Y015
     _WhichOneofArgType_matched_stop: _TypeAlias = _typing.Literal["matched_stop", b"matched_stop"]  # noqa: Y015
@@ -596,7 +629,9 @@ class WorkerStatus(_message.Message):
     STATE_FIELD_NUMBER: _builtins.int
     SILENT_S_FIELD_NUMBER: _builtins.int
     state: _builtins.str
-    """"ready", "connecting", "draining" or "lost"."""
+    """"ready", "connecting", "draining", "lost", or "incompatible": it has another model than the router, or other
+    weights.
+    """
     silent_s: _builtins.float
     """Seconds since the last message from it."""
     @_builtins.property

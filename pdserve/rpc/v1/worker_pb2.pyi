@@ -299,6 +299,40 @@ class PrefillStarted(_message.Message):
 Global___PrefillStarted: _TypeAlias = PrefillStarted  # noqa: Y015
 
 @_typing.final
+class PromptLogprobs(_message.Message):
+    """Log-probabilities of a part of the prompt, as soon as it is computed. Only if the job asked for them; in order, and
+    before the FirstToken.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    ATTEMPT_FIELD_NUMBER: _builtins.int
+    FIRST_INDEX_FIELD_NUMBER: _builtins.int
+    LOGPROBS_FIELD_NUMBER: _builtins.int
+    request_id: _builtins.str
+    attempt: _builtins.int
+    first_index: _builtins.int
+    """Index in the prompt of the first token of `logprobs`; 1 in the first message."""
+    @_builtins.property
+    def logprobs(self) -> _common_pb2.Logprobs: ...
+    def __init__(
+        self,
+        *,
+        request_id: _builtins.str = ...,
+        attempt: _builtins.int = ...,
+        first_index: _builtins.int = ...,
+        logprobs: _common_pb2.Logprobs | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["logprobs", b"logprobs"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "first_index", b"first_index", "logprobs", b"logprobs", "request_id", b"request_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PromptLogprobs: _TypeAlias = PromptLogprobs  # noqa: Y015
+
+@_typing.final
 class FirstToken(_message.Message):
     """The prompt is computed and its first token drawn."""
 
@@ -312,6 +346,7 @@ class FirstToken(_message.Message):
     QUEUE_S_FIELD_NUMBER: _builtins.int
     PREFILL_S_FIELD_NUMBER: _builtins.int
     CACHED_TOKENS_FIELD_NUMBER: _builtins.int
+    LOGPROBS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     attempt: _builtins.int
     index: _builtins.int
@@ -324,6 +359,10 @@ class FirstToken(_message.Message):
     prefill_s: _builtins.float
     """Seconds of compute, sampling included."""
     cached_tokens: _builtins.int
+    @_builtins.property
+    def logprobs(self) -> _common_pb2.Logprobs:
+        """Of this token, if the job asked for it."""
+
     def __init__(
         self,
         *,
@@ -335,10 +374,11 @@ class FirstToken(_message.Message):
         queue_s: _builtins.float = ...,
         prefill_s: _builtins.float = ...,
         cached_tokens: _builtins.int = ...,
+        logprobs: _common_pb2.Logprobs | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["logprobs", b"logprobs"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "cached_tokens", b"cached_tokens", "finish_reason", b"finish_reason", "index", b"index", "prefill_s", b"prefill_s", "queue_s", b"queue_s", "request_id", b"request_id", "token_id", b"token_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "cached_tokens", b"cached_tokens", "finish_reason", b"finish_reason", "index", b"index", "logprobs", b"logprobs", "prefill_s", b"prefill_s", "queue_s", b"queue_s", "request_id", b"request_id", "token_id", b"token_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -428,6 +468,7 @@ class PrefillEvent(_message.Message):
     FIRST_TOKEN_FIELD_NUMBER: _builtins.int
     HANDED_OFF_FIELD_NUMBER: _builtins.int
     FAILED_FIELD_NUMBER: _builtins.int
+    PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def started(self) -> Global___PrefillStarted: ...
     @_builtins.property
@@ -436,6 +477,8 @@ class PrefillEvent(_message.Message):
     def handed_off(self) -> Global___HandedOff: ...
     @_builtins.property
     def failed(self) -> Global___JobFailed: ...
+    @_builtins.property
+    def prompt_logprobs(self) -> Global___PromptLogprobs: ...
     def __init__(
         self,
         *,
@@ -443,12 +486,13 @@ class PrefillEvent(_message.Message):
         first_token: Global___FirstToken | None = ...,
         handed_off: Global___HandedOff | None = ...,
         failed: Global___JobFailed | None = ...,
+        prompt_logprobs: Global___PromptLogprobs | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["event", b"event", "failed", b"failed", "first_token", b"first_token", "handed_off", b"handed_off", "started", b"started"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["event", b"event", "failed", b"failed", "first_token", b"first_token", "handed_off", b"handed_off", "prompt_logprobs", b"prompt_logprobs", "started", b"started"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["event", b"event", "failed", b"failed", "first_token", b"first_token", "handed_off", b"handed_off", "started", b"started"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["event", b"event", "failed", b"failed", "first_token", b"first_token", "handed_off", b"handed_off", "prompt_logprobs", b"prompt_logprobs", "started", b"started"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["started", "first_token", "handed_off", "failed"]  # noqa: Y015
+    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["started", "first_token", "handed_off", "failed", "prompt_logprobs"]  # noqa: Y015
     _WhichOneofArgType_event: _TypeAlias = _typing.Literal["event", b"event"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_event) -> _WhichOneofReturnType_event | None: ...
 
@@ -529,6 +573,7 @@ class StepTokens(_message.Message):
     FINISH_REASON_FIELD_NUMBER: _builtins.int
     FIRST_STEP_S_FIELD_NUMBER: _builtins.int
     LOCAL_PREFILL_TOKENS_FIELD_NUMBER: _builtins.int
+    LOGPROBS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     attempt: _builtins.int
     first_index: _builtins.int
@@ -541,6 +586,10 @@ class StepTokens(_message.Message):
     """Tokens of this request that this worker prefilled itself; 0 after a hand-off."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    @_builtins.property
+    def logprobs(self) -> _common_pb2.Logprobs:
+        """Of token_ids, if the job asked for it."""
+
     def __init__(
         self,
         *,
@@ -551,10 +600,11 @@ class StepTokens(_message.Message):
         finish_reason: _common_pb2.FinishReason.ValueType = ...,
         first_step_s: _builtins.float = ...,
         local_prefill_tokens: _builtins.int = ...,
+        logprobs: _common_pb2.Logprobs | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["logprobs", b"logprobs"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "finish_reason", b"finish_reason", "first_index", b"first_index", "first_step_s", b"first_step_s", "local_prefill_tokens", b"local_prefill_tokens", "request_id", b"request_id", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "finish_reason", b"finish_reason", "first_index", b"first_index", "first_step_s", b"first_step_s", "local_prefill_tokens", b"local_prefill_tokens", "logprobs", b"logprobs", "request_id", b"request_id", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -15,11 +15,10 @@ def dialable(listen: str) -> str:
     return f"{_ANY.get(host, host)}:{port}"
 
 
-def reserve(listen: str, field: str) -> str:
-    """`listen`, with a free port in place of port 0. Raises ConfigError naming `field` if nothing can listen there.
+def free_port(listen: str, field: str) -> int:
+    """The port of `listen`, or a free one for port 0. Raises ConfigError naming `field` if nothing can listen there.
 
-    Found out before anything is started: a server that is there already would answer for ours. Somebody else may still
-    take the port before it is used; then the process that wanted it says so and ends.
+    Somebody else may still take the port before it is used: whoever wanted it has to notice that as well.
     """
     host, port = listen.rsplit(":", 1)
     try:
@@ -28,6 +27,14 @@ def reserve(listen: str, field: str) -> str:
             # As gRPC does it: connections of an earlier server that linger are no obstacle, a server is.
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind(address)
-            return f"{host}:{probe.getsockname()[1]}"
+            return int(probe.getsockname()[1])
     except OSError as error:
         raise ConfigError(f"{field}: cannot listen on {listen}: {error.strerror}", field=field) from error
+
+
+def reserve(listen: str, field: str) -> str:
+    """`listen`, with a free port in place of port 0. Raises ConfigError naming `field` if nothing can listen there.
+
+    Found out before anything is started: a server that is there already would answer for ours.
+    """
+    return f"{listen.rsplit(':', 1)[0]}:{free_port(listen, field)}"

@@ -1,0 +1,106 @@
+"""The router's stream to a worker: one writer, however many tasks have something to say.
+
+Two overlapping writes on a grpc.aio stream lose a message without a word, so every command has to arrive, once and in
+the order of its sender.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import defaultdict
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc
+
+from pdserve.config.schema import HealthSection
+from pdserve.rpc.codec import stats_to_proto, worker_info_to_proto
+from pdserve.rpc.options import SERVER_OPTIONS
+from pdserve.rpc.v1 import worker_pb2 as pb
+from pdserve.rpc.v1 import worker_pb2_grpc as pb_grpc
+from pdserve.testing.fake_worker_base import fake_info
+from pdserve.testing.waiting import eventually
+from pdserve.types import Role, WorkerStats
+from pdserve.worker_info import WorkerInfo
+from router.events import CancelJob, Hello, WorkerMessage
+from router.sessions import open_session
+
+NUM_SENDERS = 20
+NUM_COMMANDS = 100
+"""Of each sender."""
+
+
+class _RecordingWorker(pb_grpc.DecodeWorkerServicer):
+    """Says hello and notes what it is told, slowly: the stream's flow control holds the writer up now and then."""
+
+    def __init__(self, info: WorkerInfo) -> None:
+        self.info = info
+        self.num_hellos = 0
+        self.num_beats = 0
+        self.cancels: defaultdict[str, list[int]] = defaultdict(list)
+
+    async def Session(self, request_iterator: Any, context: Any) -> AsyncIterator[pb.DecodeEvents]:  # noqa: N802
+        hello = pb.WorkerHello(info=worker_info_to_proto(self.info), stats=stats_to_proto(WorkerStats()))
+        yield pb.DecodeEvents(hello=hello)
+        async for command in request_iterator:
+            match command.WhichOneof("command"):
+                case "hello":
+                    self.num_hellos += 1
+                case "heartbeat":
+                    self.num_beats += 1
+                case "cancel":
+                    self.cancels[command.cancel.request_id[:2]].append(command.cancel.attempt)
+
+
+class _Listener:
+    def __init__(self) -> None:
+        self.connected = asyncio.Event()
+
+    def on_connected(self, hello: Hello) -> None:
+        self.connected.set()
+
+    def on_message(self, message: WorkerMessage) -> None:
+        raise AssertionError("the worker sends nothing")
+
+    def on_disconnected(self, reason: str) -> None:
+        raise AssertionError(reason)
+
+    def on_unreachable(self, reason: str) -> None:
+        raise AssertionError(reason)
+
+
+async def test_commands_of_many_tasks_arrive_once_and_in_order() -> None:
+    worker = _RecordingWorker(fake_info("d0", Role.DECODE, model="m", model_fingerprint="f"))
+    server = grpc.aio.server(options=list(SERVER_OPTIONS))
+    pb_grpc.add_DecodeWorkerServicer_to_server(worker, server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    worker.info = fake_info("d0", Role.DECODE, model="m", model_fingerprint="f", address=f"127.0.0.1:{port}")
+    await server.start()
+    listener = _Listener()
+    health = HealthSection(heartbeat_s=0.001, peer_timeout_s=60.0)
+    session = open_session(worker.info, router_id="r", health=health, listener=listener)
+    running = asyncio.create_task(session.run(lambda: True))
+
+    async def send(sender: int) -> None:
+        for number in range(NUM_COMMANDS):
+            # Long ids fill the stream's window, so that writes do wait.
+            session.send(CancelJob(f"{sender:02}" + "x" * 1000, number))
+            if number % 5 == sender % 5:
+                await asyncio.sleep(0)
+
+    try:
+        async with asyncio.timeout(10):
+            await listener.connected.wait()
+        async with asyncio.TaskGroup() as tasks:
+            for sender in range(NUM_SENDERS):
+                tasks.create_task(send(sender))
+        await eventually(
+            lambda: sum(map(len, worker.cancels.values())) >= NUM_SENDERS * NUM_COMMANDS, "all commands have arrived"
+        )
+        await eventually(lambda: worker.num_beats > 0, "heartbeats go the same way")
+        assert worker.num_hellos == 1
+        assert worker.cancels == {f"{sender:02}": list(range(NUM_COMMANDS)) for sender in range(NUM_SENDERS)}
+    finally:
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+        await server.stop(None)
