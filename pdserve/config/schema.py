@@ -54,7 +54,7 @@ class ModelConfigSection(Section):
 class EngineSection(Section):
     """How a worker computes. KV of prefill and decode workers must match, so both need the same engine and dtype."""
 
-    kind: Literal["auto", "cpu", "torch"] = "torch"
+    kind: Literal["auto", "cpu", "torch"] = "auto"
     """`cpu` computes on quantised weights with compiled kernels (x86-64 with AVX2) and is many times faster there than
     `torch`, which runs any model on any device. `auto` takes `cpu` where it can. Prefill and decode workers of one
     cluster need the same kind."""

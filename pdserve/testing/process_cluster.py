@@ -63,6 +63,8 @@ class ProcessCluster:
             # A worker of a busy test machine is slow long before it is dead.
             "health.peer_timeout_s": 10.0,
             "engine.threads": 1,
+            # Computes in float32 on the weights as they are, which is what tokens are compared with.
+            "engine.kind": "torch",
         }
         settings |= {name.replace("__", "."): value for name, value in overrides.items()}
         self.settings = settings
