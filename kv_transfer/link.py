@@ -51,7 +51,7 @@ from kv_transfer.transports import choose
 from kv_transfer.transports.base import PostError, SendingTransport, TransportKind
 from kv_transfer.transports.grpc_raw import grpc_reason
 from kv_transfer.wire import Frame, encode
-from pdserve.errors import InternalError, PdServeError, WorkerLostError, error_from_code
+from pdserve.errors import InternalError, OverloadedError, PdServeError, WorkerLostError, error_from_code
 from pdserve.kv_layout import KvBlockStore
 from pdserve.rpc.options import CHANNEL_OPTIONS
 from pdserve.rpc.v1 import handoff_pb2 as pb
@@ -171,6 +171,9 @@ class PrefillLink:
         failure = handoff.failure
         if failure is None:
             self.num_committed += 1
+            return
+        if failure.code == OverloadedError.code:
+            # Back-pressure, not a failure: the sender asks again, here or elsewhere.
             return
         self.num_failed += 1
         logger.info(

@@ -33,6 +33,7 @@ class SenderStats:
     """KV payload given to transports, repeats included."""
     num_committed: int = 0
     num_failed: int = 0
+    """Ended without a commit; a decode worker that was busy does not count."""
     num_live: int = 0
     num_links: int = 0
 

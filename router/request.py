@@ -249,7 +249,8 @@ class Request:
                 self._take(event.index, tokens, event.finish_reason, event.logprobs, RequestEvent.FIRST_TOKEN)
             case StepTokens():
                 attempt.tokens_from(worker)
-                self._num_local_prefill_tokens += event.num_local_prefill_tokens
+                # Workers send the total so far.
+                self._num_local_prefill_tokens = max(self._num_local_prefill_tokens, event.num_local_prefill_tokens)
                 if first_of_output and event.first_step_s:
                     self._timeline.first_step(event.first_step_s)
                 self._take(

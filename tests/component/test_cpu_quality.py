@@ -71,11 +71,16 @@ class Comparison:
         """Of the engine under test to the reference."""
         return float(np.exp(self.nll.mean() - self.nll_reference.mean()))
 
+    @property
+    def standard_error(self) -> float:
+        """Of the logarithm of `perplexity_ratio`, as the texts are a sample."""
+        return float((self.nll - self.nll_reference).std() / np.sqrt(len(self.nll)))
+
     def __str__(self) -> str:
         return (
             f"{len(self.kl)} tokens: KL {self.kl.mean():.5f}, top-1 {self.same_top1.mean():.4f}, "
             f"perplexity {np.exp(self.nll_reference.mean()):.3f} -> {np.exp(self.nll.mean()):.3f} "
-            f"(x {self.perplexity_ratio:.5f})"
+            f"(x {self.perplexity_ratio:.5f} +- {self.standard_error:.5f})"
         )
 
 

@@ -416,7 +416,8 @@ async def test_a_transport_that_damages_everything_ends_in_an_error_and_not_in_a
     """O-KVT-2."""
     faults = Faults([Fault.FLIP] * 500)
     async with decode_worker() as d, prefill_worker(kind=faulty(TRANSPORTS["grpc"], faults)) as p:
-        with pytest.raises(HandoffError):
+        # Which of the two depends on whether the fence or the answer to the next attempt to reserve comes first.
+        with pytest.raises((HandoffError, StaleAttemptError)):
             await hand_over(p, d, range(2))
         assert not d.admission.committed
         assert d.receiver.stats.num_bad_frames
