@@ -196,8 +196,11 @@ class Benchmark:
         for n, samples in bandwidths.items():
             summary = Summary.of(samples, higher_is_better=True)
             self.report.samples[f"read_bandwidth_{n}_threads"] = summary.as_json()
-            self.report.add(f"read_bandwidth_{n}_threads", summary.median / 1e9, "GB/s")
-        bandwidth = statistics.median(bandwidths[self._threads])
+            self.report.add(
+                f"read_bandwidth_{n}_threads", summary.best / 1e9, "GB/s", note=f"median {summary.median / 1e9:.1f}"
+            )
+        # A bound is what the machine can do: the best sample, as others on it only ever take bandwidth away.
+        bandwidth = max(bandwidths[self._threads])
         self.report.add(
             "decode_b1_step_over_read_bound", step * bandwidth / weights, "ratio", bar="<= 1.5",
             note=f"a step takes {1e3 * step:.2f} ms, reading {weights / 1e6:.1f} MB of weights "
