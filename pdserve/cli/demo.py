@@ -25,7 +25,7 @@ from pdserve.launch.process import LineWriter
 from pdserve.launch.verify import ProcessRecord, blocks_in_use, num_keys_without_ttl
 
 PROMPTS = (
-    "What is the capital of France?",
+    "What is photosynthesis?",
     "Explain in two sentences why the sky is blue.",
     "Write a short poem about the sea.",
     "List three tips for writing clear code.",

@@ -34,7 +34,8 @@ class Activations:
     x: Float32
     q: npt.NDArray[np.int8]
     scales: Float32
-    sums: Float32
+    terms: Float32
+    """[T, K / 32, 2]: scaled sums and offsets."""
 
     @classmethod
     def random(cls, rng: np.random.Generator, tokens: int, k: int) -> Activations:
@@ -42,17 +43,23 @@ class Activations:
         q[rng.random((tokens, k // 32)) < 0.1] = 0
         q[rng.random((tokens, k // 32)) < 0.1] = 127
         scales = rng.uniform(1e-4, 0.1, (tokens, k // 32)).astype(np.float32)
+        offsets = rng.standard_normal((tokens, k // 32)).astype(np.float32)
+        return cls(rng.standard_normal((tokens, k)).astype(np.float32), q, scales, cls.terms_of(q, scales, offsets))
+
+    @staticmethod
+    def terms_of(q: npt.NDArray[np.int8], scales: Float32, offsets: Float32) -> Float32:
         sums = scales * q.sum(axis=2, dtype=np.int32).astype(np.float32)
-        return cls(rng.standard_normal((tokens, k)).astype(np.float32), q, scales, sums)
+        return np.stack([sums, offsets], axis=-1)
 
     def values(self, name: str) -> Float64:
         """What a product with weights of this format multiplies, [T, K]."""
         if name in ("F32", "F16"):
             return self.x.astype(np.float64)
-        return (self.q * self.scales.astype(np.float64)[..., None]).reshape(len(self.q), -1)
+        scales, offsets = self.scales.astype(np.float64), self.terms[..., 1].astype(np.float64)
+        return (self.q * scales[..., None] + offsets[..., None]).reshape(len(self.q), -1)
 
     def rows(self, begin: int, end: int) -> Activations:
-        return Activations(self.x[begin:end], self.q[begin:end], self.scales[begin:end], self.sums[begin:end])
+        return Activations(self.x[begin:end], self.q[begin:end], self.scales[begin:end], self.terms[begin:end])
 
 
 def random_matrix(rng: np.random.Generator, name: str, n: int, k: int) -> tuple[PackedMatrix, Float64]:
@@ -92,14 +99,15 @@ def product(
     x[:, : a.x.shape[1]] = a.x
     begin, end = tiles or (0, packed.tiles)
     gemm(
-        arena, matrix, floats, begin, end, x.reshape(-1), a.q.reshape(-1), a.scales.reshape(-1), a.sums.reshape(-1),
+        arena, matrix, floats, begin, end, x.reshape(-1), a.q.reshape(-1), a.scales.reshape(-1), a.terms.reshape(-1),
         y.reshape(-1), column, y.shape[1], len(y), accumulate,
     )  # fmt: skip
 
 
-def assert_close(actual: Float32, expected: Float64, magnitude: Float64) -> None:
-    """Within the rounding of some hundred float32 additions of terms that add up to `magnitude` in size."""
-    assert np.all(np.abs(actual - expected) <= 1e-6 * magnitude + 1e-30)
+def assert_close(actual: Float32, expected: Float64, magnitude: Float64, halves: Float64 | float = 0.0) -> None:
+    """Within the rounding of some hundred float32 additions of terms that add up to `magnitude` in size, and of terms
+    with a float16 factor that add up to `halves`."""
+    assert np.all(np.abs(actual - expected) <= 1e-6 * magnitude + 2.0**-11 * halves + 1e-30)
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -122,7 +130,7 @@ def test_products_of_random_shapes(
     packed, weights = random_matrix(rng, name, n, k)
     assert (packed.tiles, packed.inputs) == (-(-n // 16), blocks * 32)
     a = Activations.random(rng, tokens, blocks * 32).rows(0, tokens)
-    a = Activations(a.x[:, :k], a.q, a.scales, a.sums)
+    a = Activations(a.x[:, :k], a.q, a.scales, a.terms)
     bias = rng.standard_normal(n).astype(np.float32) if with_bias else None
     column = 16 * int(rng.integers(0, 3))
     before = rng.standard_normal((tokens, column + packed.tiles * 16 + 5)).astype(np.float32)
@@ -136,7 +144,11 @@ def test_products_of_random_shapes(
     if accumulate:
         expected = expected + before[:, column : column + n]
         magnitude = magnitude + np.abs(before[:, column : column + n])
-    assert_close(y[:, column : column + n], expected, magnitude)
+    halves: Float64 | float = 0.0
+    if name not in ("F32", "F16"):
+        # The sums of a block's weights, which meet the offsets, are packed as float16.
+        halves = np.abs(a.terms[..., 1]) @ np.abs(weights.reshape(n, blocks, 32).sum(axis=2)).T
+    assert_close(y[:, column : column + n], expected, magnitude, halves)
     end = column + packed.tiles * 16
     padding = before[:, column + n : end] if accumulate else 0
     np.testing.assert_array_equal(y[:, column + n : end], padding + np.zeros((tokens, end - column - n), np.float32))
@@ -179,7 +191,7 @@ def test_extreme_codes_and_activations_do_not_saturate(name: str) -> None:
                 np.empty((5, 64), np.float32),
                 q,
                 np.full((5, 2), 0.5, np.float32),
-                np.full((5, 2), 0.5 * 32 * level, np.float32),
+                Activations.terms_of(q, np.full((5, 2), 0.5, np.float32), np.full((5, 2), 2, np.float32)),
             )
             y = np.empty((5, 16), np.float32)
             product(pack_stored(FORMATS[name], blocks), a, y)

@@ -81,47 +81,56 @@ def test_rms_norm_in_place() -> None:
     np.testing.assert_array_equal(inside, apart)
 
 
-def quantized(x: Float32) -> tuple[npt.NDArray[np.int8], Float32, Float32]:
-    q, scales, sums = np.zeros(len(x), np.int8), np.empty(len(x) // 32, np.float32), np.empty(len(x) // 32, np.float32)
-    quantize(x, 0, len(x), q, 0, scales, sums, 0)
-    return q, scales, sums
+def quantized(x: Float32) -> tuple[npt.NDArray[np.int8], Float32, Float32, Float32]:
+    """q, scales, scaled sums of q, offsets."""
+    blocks = len(x) // 32
+    q, scales, terms = np.zeros(len(x), np.int8), np.empty(blocks, np.float32), np.empty((blocks, 2), np.float32)
+    quantize(x, 0, len(x), q, 0, scales, terms.reshape(-1), 0)
+    return q, scales, terms[:, 0], terms[:, 1]
 
 
 @few
-@given(blocks=st.integers(1, 6), seed=st.integers(0, 99), exponent=st.integers(-20, 20))
-def test_quantize_rounds_every_value_to_the_nearest_step(blocks: int, seed: int, exponent: int) -> None:
-    x = (np.random.default_rng(seed).standard_normal(blocks * 32) * 2.0**exponent).astype(np.float32)
-    q, scales, sums = quantized(x)
-    rows = x.reshape(-1, 32)
-    np.testing.assert_array_equal(scales, np.abs(rows).max(axis=1) / np.float32(127))
-    steps = rows.astype(np.float64) / scales.astype(np.float64)[:, None]
-    # Half a step, and the rounding of the reciprocal.
-    assert np.abs(q.reshape(-1, 32) - steps).max() <= 0.5 + 1e-4
-    assert (np.abs(q.reshape(-1, 32)).max(axis=1) == 127).all()
+@given(
+    blocks=st.integers(1, 6), seed=st.integers(0, 99), exponent=st.integers(-20, 20), centre=st.floats(-4, 4, width=32)
+)
+def test_quantize_rounds_every_value_to_the_nearest_step(blocks: int, seed: int, exponent: int, centre: float) -> None:
+    x = ((np.random.default_rng(seed).standard_normal(blocks * 32) + centre) * 2.0**exponent).astype(np.float32)
+    q, scales, sums, offsets = quantized(x)
+    rows = x.reshape(-1, 32).astype(np.float64)
+    top, bottom = rows.max(axis=1), rows.min(axis=1)
+    np.testing.assert_allclose(offsets, (top + bottom) / 2, atol=2e-7 * np.abs(rows).max())
+    np.testing.assert_allclose(scales, (top - bottom) / 254, rtol=1e-5)
+    steps = (rows - offsets[:, None].astype(np.float64)) / scales.astype(np.float64)[:, None]
+    # Half a step, and the rounding of the reciprocal and of the difference.
+    assert np.abs(q.reshape(-1, 32) - steps).max() <= 0.5 + 1e-3
+    assert (q.reshape(-1, 32).max(axis=1) == 127).all()
+    assert (q.reshape(-1, 32).min(axis=1) == -127).all()
     np.testing.assert_array_equal(sums, scales * q.reshape(-1, 32).sum(axis=1, dtype=np.int32).astype(np.float32))
 
 
 def test_quantize_is_exact_on_whole_steps_and_takes_halves_to_even() -> None:
     steps = np.arange(-16, 16, dtype=np.float32)
-    steps[0], steps[1:5] = 127, [0.5, 1.5, 2.5, -0.5]
-    q, scales, _ = quantized(steps * np.float32(0.25))
-    assert scales[0] == 0.25
-    assert q.tolist() == [127, 0, 2, 2, 0, *range(-11, 16)]
+    steps[0], steps[1:5], steps[5] = 127, [0.5, 1.5, 2.5, -0.5], -127
+    q, scales, _, offsets = quantized(steps * np.float32(0.25) + np.float32(8))
+    assert (scales[0], offsets[0]) == (0.25, 8)
+    assert q.tolist() == [127, 0, 2, 2, 0, -127, *range(-10, 16)]
 
 
-def test_quantize_gives_zero_for_zeros_and_for_what_is_as_good_as_zero() -> None:
-    """Also -127 and 127 for a block of equal values, and no trouble with the smallest numbers."""
-    x = np.zeros(32 * 4, np.float32)
+def test_quantize_keeps_constant_blocks_and_survives_the_smallest_and_the_largest_numbers() -> None:
+    x = np.zeros(32 * 5, np.float32)
     x[32:64] = -3
     x[64:96:2] = 1e-40
-    x[96:] = 1e35
-    q, scales, sums = quantized(x)
-    assert not q[:32].any()
-    assert scales[0] == sums[0] == 0
-    assert (q[32:64] == -127).all()
-    assert (q[96:] == 127).all()
-    assert np.isfinite(scales).all() and np.isfinite(sums).all()
-    assert np.abs(q[64:96] * scales[2] - x[64:96]).max() <= 1e-37
+    x[96:128:2], x[97:128:2] = 3e38, -3e38
+    x[128:] = 3e38
+    q, scales, sums, offsets = quantized(x)
+    assert not q[:96].any()
+    assert scales[0] == sums[0] == offsets[0] == 0
+    assert (scales[1], offsets[1]) == (0, -3)
+    assert q[96:128].tolist() == [127, -127] * 16
+    assert (scales[4], offsets[4]) == (0, np.float32(3e38))
+    assert np.isfinite(scales).all()
+    assert np.isfinite(sums).all()
+    assert np.abs(offsets[2] - x[64:96]).max() <= 1e-37
 
 
 @pytest.mark.parametrize("half", [1, 8, 32, 40, 64])

@@ -39,14 +39,15 @@ def unpacked(packed: PackedMatrix) -> Float32:
         return columns.transpose(0, 2, 1).reshape(n, k).astype(np.float32)
     scales = 2 if packed.kind == Q4_1 else 1
     steps = 8 if packed.kind == Q8_0 else 4
-    blocks = packed.data.reshape(packed.tiles, k // 32, 32 * scales + 64 * steps)
+    blocks = packed.data.reshape(packed.tiles, k // 32, 32 * (scales + 1) + 64 * steps)
     out = np.empty((packed.tiles, ROWS, k), np.float32)
     for tile in range(packed.tiles):
         for b in range(k // 32):
             block = blocks[tile, b]
             d = block[:32].view(np.float16).astype(np.float32)
             m = block[32:64].view(np.float16).astype(np.float32) if scales == 2 else None
-            quants = block[32 * scales :].reshape(steps, ROWS, 4)
+            sums = block[32 * scales : 32 * (scales + 1)].view(np.float16)
+            quants = block[32 * (scales + 1) :].reshape(steps, ROWS, 4)
             for row in range(ROWS):
                 of_row = quants[:, row].reshape(-1)
                 if packed.kind == Q8_0:
@@ -54,7 +55,12 @@ def unpacked(packed: PackedMatrix) -> Float32:
                 else:
                     q = np.concatenate([of_row & 15, of_row >> 4]).astype(np.float32)
                     q -= 8 if packed.kind == Q4_0 else 0
-                out[tile, row, 32 * b : 32 * b + 32] = d[row] * q + (0 if m is None else m[row])
+                values = d[row] * q + (0 if m is None else m[row])
+                out[tile, row, 32 * b : 32 * b + 32] = values
+                # float16 of a float32 sum whose terms may cancel.
+                assert (
+                    abs(float(sums[row]) - values.sum()) <= 2.0**-11 * abs(values.sum()) + 1e-5 * np.abs(values).sum()
+                )
     return out.reshape(n, k)
 
 
@@ -151,7 +157,7 @@ def matrix_of(source: ModelSource, weights: WeightFormat, index: int) -> tuple[i
     """Format and values of one matrix, from the arena of the whole model."""
     packed = pack_model(source, ModelShape(source.config, 16), weights)
     kind, offset, tiles, inputs, _ = packed.matrices[index].tolist()
-    nbytes = {F32: 64 * 32, F16: 32 * 32, Q8_0: 544, Q4_0: 288, Q4_1: 320}[kind] * tiles * inputs // 32
+    nbytes = {F32: 64 * 32, F16: 32 * 32, Q8_0: 576, Q4_0: 320, Q4_1: 352}[kind] * tiles * inputs // 32
     return kind, unpacked(PackedMatrix(kind, packed.arena[offset : offset + nbytes], tiles, inputs))
 
 

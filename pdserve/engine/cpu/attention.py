@@ -21,7 +21,7 @@ from pdserve.engine.cpu.ops import exp
 
 SEGMENT = 128
 """Tokens per softmax segment; a multiple of every block size."""
-TILE_TOKENS = 4
+TILE_TOKENS = 8
 """Query tokens of one sequence that share the reading of K and V."""
 ROW_TILE = 8 if selected_isa() == "avx512vnni" else 4
 """Rows (query token and head) that share a vector of K or V: as many as fit in the registers."""

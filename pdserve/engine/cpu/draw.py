@@ -26,6 +26,8 @@ NUM_CANDIDATES = 256
 """Tokens looked at first. Where they do not do, eight times as many are, then the whole vocabulary."""
 _MASS_UNIT = np.float32(2.0**30)
 """Mass of the most likely token in integer units."""
+_STRETCH = 1024
+"""Logits among which the greatest is looked for one by one."""
 _MASK = np.int64(0xFFFFFFFF)
 _LOWEST = np.float32(-3.0e38)
 
@@ -33,17 +35,37 @@ _LOWEST = np.float32(-3.0e38)
 @njit(**OPTIONS)
 def argmax(logits, at, n):
     """First index of the greatest of n logits from `at` on."""
-    top = v.splat(_LOWEST)
-    whole = n // 16 * 16
-    for i in range(0, whole, 16):
-        top = v.maximum(top, v.load(logits, at + i))
-    best = v.max_lanes(top)
-    for i in range(whole, n):
-        best = max(best, logits[at + i])
-    for i in range(n):
+    best = _LOWEST
+    begin = np.int64(0)
+    for c in range(0, n, _STRETCH):
+        a = v.splat(_LOWEST)
+        b = a
+        end = min(n, c + _STRETCH)
+        i = c
+        while i + 32 <= end:
+            a = v.maximum(a, v.load(logits, at + i))
+            b = v.maximum(b, v.load(logits, at + i + 16))
+            i += 32
+        while i < end:
+            a = v.maximum(a, v.keep_first(v.load(logits, at + i), end - i, v.splat(_LOWEST)))
+            i += 16
+        top = v.max_lanes(v.maximum(a, b))
+        if top > best:
+            best = top
+            begin = np.int64(c)
+    for i in range(begin, min(n, begin + _STRETCH)):
         if logits[at + i] == best:
             return i
     return np.int64(0)  # every logit is NaN or -inf
+
+
+@njit(**OPTIONS)
+def greedy(thread, threads, counters, logits, stride, n, tokens):
+    """The most likely token of each row; arguments as for `draw`."""
+    row = v.fetch_add(counters, 0, np.int64(1))
+    while row < len(tokens):
+        tokens[row] = argmax(logits, row * stride, n)
+        row = v.fetch_add(counters, 0, np.int64(1))
 
 
 @njit(**OPTIONS)

@@ -126,7 +126,7 @@ class CpuEngine:
             step_kernels.step, np.zeros(1 + self._config.num_layers, np.int64), self._shape_vector, model.arena,
             model.matrices, model.floats, model.norms, self._cos, self._sin, batch.positions, sequence,
             batch.slot_mapping, batch.block_tables, work.items[:num_items], batch.logit_rows, self._eps, self._kv,
-            work.x, work.xn, work.xq, work.xs, work.xsum, work.y, work.scratch, work.logits_flat,
+            work.x, work.xn, work.xq, work.xs, work.xterm, work.y, work.scratch, work.logits_flat,
         )  # fmt: skip
         return work.logits(num_rows)
 
@@ -152,7 +152,7 @@ class CpuEngine:
             work.reserve(batch.num_tokens, len(rows))
             self._team.run(
                 step_kernels.head, np.zeros(1, np.int64), self._shape_vector, model.arena, model.matrices, model.floats,
-                model.norms, rows.astype(np.int32), self._eps, work.x, work.xn, work.xq, work.xs, work.xsum,
+                model.norms, rows.astype(np.int32), self._eps, work.x, work.xn, work.xq, work.xs, work.xterm,
                 work.logits_flat,
             )  # fmt: skip
             targets = scoring.target_ids[begin : begin + SCORED_ROWS]
@@ -168,10 +168,16 @@ class CpuEngine:
         if len(sampling.forbidden_ids):
             logits[sampling.forbidden_rows, sampling.forbidden_ids] = -np.inf
         greedy = sampling.is_greedy
+        run = self._team.run if len(tokens) >= SHARED_ROWS else self._team.run_alone
+        if greedy.all():
+            run(
+                draw_kernels.greedy, np.zeros(1, np.int64), self._work.logits_flat, self._shape.vocab_padded,
+                self._config.vocab_size, tokens,
+            )  # fmt: skip
+            return tokens
         inverse_temperature = np.where(greedy, np.float32(0), np.float32(1) / np.where(greedy, 1, sampling.temperature))
         with np.errstate(divide="ignore"):
             log_min_p = np.log(sampling.min_p.astype(np.float64))
-        run = self._team.run if len(tokens) >= SHARED_ROWS else self._team.run_alone
         run(
             draw_kernels.draw, np.zeros(1, np.int64), self._work.logits_flat, self._shape.vocab_padded,
             self._config.vocab_size, inverse_temperature.astype(np.float32), sampling.top_k.astype(np.int64),

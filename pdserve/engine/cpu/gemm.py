@@ -4,10 +4,13 @@ Weights are packed in tiles of sixteen output rows (see `weights.py`), so that e
 walks the input dimension in order. A token's result therefore never depends on which tokens share the call, nor on how
 rows are divided among threads: the products of a 32-wide block are exact integers, and blocks are added in order.
 
-Activations are int8 with one float32 scale per 32 values (`ops.quantize`): x = scale * q.
-  Q4_1:  w = d * q + m   ->  sum over blocks of  (d * scale) * dot(q_w, q_x)  +  m * (scale * sum(q_x))
+Activations are int8 with a scale and an offset per 32 values (`ops.quantize`): x = scale * q + offset. With W the sum
+of a row's 32 weights in a block, which is packed beside them, a block contributes
+  Q4_1:  w = d * q + m    (d * scale) * dot(q_w, q_x)  +  m * (scale * sum(q_x))  +  W * offset
   Q4_0:  w = d * (q - 8), the same with m = -8 d
-  Q8_0:  w = d * q
+  Q8_0:  w = d * q        (d * scale) * dot(q_w, q_x)  +  W * offset
+The offset costs one multiplication per block and halves the error of the activations: values of a block seldom lie
+evenly round zero.
 F16 and F32 weights meet float32 activations.
 
 Every kernel has a tile for four tokens, which decodes a weight vector once for all four, and one for a single token,
@@ -32,18 +35,28 @@ Q8_QUANTS = 512
 
 
 @njit(**OPTIONS)
-def _q4_end(acc, d, m, xs, xsum, s, total):
-    return v.fma(v.to_float(acc), v.mul(d, v.splat_at(xs, s)), v.fma(m, v.splat_at(xsum, s), total))
+def _q4_end(acc, d, m, total_weight, xs, xterm, s, total):
+    """Add what a block contributes: the term of the offset, of the minimum, and of the products."""
+    total = v.fma(total_weight, v.splat_at(xterm, 2 * s + 1), total)
+    total = v.fma(m, v.splat_at(xterm, 2 * s), total)
+    return v.fma(v.to_float(acc), v.mul(d, v.splat_at(xs, s)), total)
 
 
 @njit(**OPTIONS)
-def _q4_one(w, at, stride, has_min, blocks, xq, xs, xsum, t):
+def _q8_end(acc, d, total_weight, xs, xterm, s, total):
+    total = v.fma(total_weight, v.splat_at(xterm, 2 * s + 1), total)
+    return v.fma(v.to_float(acc), v.mul(d, v.splat_at(xs, s)), total)
+
+
+@njit(**OPTIONS)
+def _q4_one(w, at, stride, has_min, blocks, xq, xs, xterm, t):
     total = v.zero()
     x = t * blocks * BLOCK
     s = t * blocks
     for _ in range(blocks):
         d = v.load_half(w, at)
         m = v.load_half(w, at + SCALES) if has_min else v.mul(d, v.splat(np.float32(-8)))
+        whole = v.load_half(w, at + stride - Q4_QUANTS - SCALES)
         q = at + stride - Q4_QUANTS
         low = v.zero_i32()
         high = v.zero_i32()
@@ -51,7 +64,7 @@ def _q4_one(w, at, stride, has_min, blocks, xq, xs, xsum, t):
             packed = v.load_bytes(w, q + 64 * j)
             low = v.dot4(low, v.low_nibbles(packed), v.broadcast4(xq, x + 4 * j))
             high = v.dot4(high, v.high_nibbles(packed), v.broadcast4(xq, x + 4 * j + 16))
-        total = _q4_end(v.add_i32(low, high), d, m, xs, xsum, s, total)
+        total = _q4_end(v.add_i32(low, high), d, m, whole, xs, xterm, s, total)
         at += stride
         x += BLOCK
         s += 1
@@ -59,7 +72,7 @@ def _q4_one(w, at, stride, has_min, blocks, xq, xs, xsum, t):
 
 
 @njit(**OPTIONS)
-def _q4_four(w, at, stride, has_min, blocks, xq, xs, xsum, t):
+def _q4_four(w, at, stride, has_min, blocks, xq, xs, xterm, t):
     k = blocks * BLOCK
     x = t * k
     s = t * blocks
@@ -89,10 +102,11 @@ def _q4_four(w, at, stride, has_min, blocks, xq, xs, xsum, t):
             a3 = v.dot4(a3, high, v.broadcast4(xq, c + 3 * k))
         d = v.load_half(w, at)
         m = v.load_half(w, at + SCALES) if has_min else v.mul(d, v.splat(np.float32(-8)))
-        f0 = _q4_end(a0, d, m, xs, xsum, s, f0)
-        f1 = _q4_end(a1, d, m, xs, xsum, s + blocks, f1)
-        f2 = _q4_end(a2, d, m, xs, xsum, s + 2 * blocks, f2)
-        f3 = _q4_end(a3, d, m, xs, xsum, s + 3 * blocks, f3)
+        whole = v.load_half(w, at + stride - Q4_QUANTS - SCALES)
+        f0 = _q4_end(a0, d, m, whole, xs, xterm, s, f0)
+        f1 = _q4_end(a1, d, m, whole, xs, xterm, s + blocks, f1)
+        f2 = _q4_end(a2, d, m, whole, xs, xterm, s + 2 * blocks, f2)
+        f3 = _q4_end(a3, d, m, whole, xs, xterm, s + 3 * blocks, f3)
         at += stride
         x += BLOCK
         s += 1
@@ -100,12 +114,12 @@ def _q4_four(w, at, stride, has_min, blocks, xq, xs, xsum, t):
 
 
 @njit(**OPTIONS)
-def _q8_one(w, at, blocks, xq, xs, t):
+def _q8_one(w, at, blocks, xq, xs, xterm, t):
     total = v.zero()
     x = t * blocks * BLOCK
     s = t * blocks
     for _ in range(blocks):
-        q = at + SCALES
+        q = at + 2 * SCALES
         acc = v.zero_i32()
         wsum = v.zero_i32()
         for j in range(8):
@@ -113,15 +127,16 @@ def _q8_one(w, at, blocks, xq, xs, t):
             acc = v.dot4_signed(acc, weights, xq, x + 4 * j)
             wsum = v.sum4_signed(wsum, weights)
         d = v.load_half(w, at)
-        total = v.fma(v.to_float(v.dot4_signed_end(acc, wsum)), v.mul(d, v.splat_at(xs, s)), total)
-        at += SCALES + Q8_QUANTS
+        whole = v.load_half(w, at + SCALES)
+        total = _q8_end(v.dot4_signed_end(acc, wsum), d, whole, xs, xterm, s, total)
+        at += 2 * SCALES + Q8_QUANTS
         x += BLOCK
         s += 1
     return total
 
 
 @njit(**OPTIONS)
-def _q8_four(w, at, blocks, xq, xs, t):
+def _q8_four(w, at, blocks, xq, xs, xterm, t):
     k = blocks * BLOCK
     x = t * k
     s = t * blocks
@@ -130,7 +145,7 @@ def _q8_four(w, at, blocks, xq, xs, t):
     f2 = v.zero()
     f3 = v.zero()
     for _ in range(blocks):
-        q = at + SCALES
+        q = at + 2 * SCALES
         a0 = v.zero_i32()
         a1 = v.zero_i32()
         a2 = v.zero_i32()
@@ -145,11 +160,12 @@ def _q8_four(w, at, blocks, xq, xs, t):
             a3 = v.dot4_signed(a3, weights, xq, c + 3 * k)
             wsum = v.sum4_signed(wsum, weights)
         d = v.load_half(w, at)
-        f0 = v.fma(v.to_float(v.dot4_signed_end(a0, wsum)), v.mul(d, v.splat_at(xs, s)), f0)
-        f1 = v.fma(v.to_float(v.dot4_signed_end(a1, wsum)), v.mul(d, v.splat_at(xs, s + blocks)), f1)
-        f2 = v.fma(v.to_float(v.dot4_signed_end(a2, wsum)), v.mul(d, v.splat_at(xs, s + 2 * blocks)), f2)
-        f3 = v.fma(v.to_float(v.dot4_signed_end(a3, wsum)), v.mul(d, v.splat_at(xs, s + 3 * blocks)), f3)
-        at += SCALES + Q8_QUANTS
+        whole = v.load_half(w, at + SCALES)
+        f0 = _q8_end(v.dot4_signed_end(a0, wsum), d, whole, xs, xterm, s, f0)
+        f1 = _q8_end(v.dot4_signed_end(a1, wsum), d, whole, xs, xterm, s + blocks, f1)
+        f2 = _q8_end(v.dot4_signed_end(a2, wsum), d, whole, xs, xterm, s + 2 * blocks, f2)
+        f3 = _q8_end(v.dot4_signed_end(a3, wsum), d, whole, xs, xterm, s + 3 * blocks, f3)
+        at += 2 * SCALES + Q8_QUANTS
         x += BLOCK
         s += 1
     return f0, f1, f2, f3
@@ -215,12 +231,12 @@ def _put(y, o, value, bias, bias_at, accumulate):
 
 
 @njit(**OPTIONS)
-def gemm(w, matrix, bias, begin, end, x, xq, xs, xsum, y, column, ldy, tokens, accumulate):
+def gemm(w, matrix, bias, begin, end, x, xq, xs, xterm, y, column, ldy, tokens, accumulate):
     """y[t, column + row] (+)= sum_k W[row, k] x[t, k] + bias[row] for the rows of tiles [begin, end).
 
     w: uint8 arena of packed weights; matrix: int64 (format, byte offset, tiles, k, bias offset or -1), see
-    `weights.Matrix`; x: float32 [tokens, k]; xq: int8 [tokens, k]; xs, xsum: float32 [tokens, k / 32] (of which a
-    format uses one side); y: float32 [tokens, ldy]. All flat. k is a multiple of 32.
+    `weights.Matrix`; x: float32 [tokens, k]; xq: int8 [tokens, k]; xs: float32 [tokens, k / 32]; xterm: float32
+    [tokens, k / 32, 2] (a format uses x or the rest); y: float32 [tokens, ldy]. All flat. k is a multiple of 32.
     """
     kind = matrix[0]
     k = matrix[3]
@@ -233,10 +249,10 @@ def gemm(w, matrix, bias, begin, end, x, xq, xs, xsum, y, column, ldy, tokens, a
         stride = np.int64(32)
         steps = k
     elif kind == Q8_0:
-        stride = np.int64(SCALES + Q8_QUANTS)
+        stride = np.int64(2 * SCALES + Q8_QUANTS)
         steps = blocks
     else:
-        stride = np.int64(Q4_QUANTS + (2 * SCALES if has_min else SCALES))
+        stride = np.int64(Q4_QUANTS + (3 * SCALES if has_min else 2 * SCALES))
         steps = blocks
     for r in range(begin, end):
         at = matrix[1] + r * steps * stride
@@ -245,11 +261,11 @@ def gemm(w, matrix, bias, begin, end, x, xq, xs, xsum, y, column, ldy, tokens, a
         t = 0
         while t + 4 <= tokens:
             if kind == Q4_1:
-                f0, f1, f2, f3 = _q4_four(w, at, stride, True, blocks, xq, xs, xsum, t)
+                f0, f1, f2, f3 = _q4_four(w, at, stride, True, blocks, xq, xs, xterm, t)
             elif kind == Q4_0:
-                f0, f1, f2, f3 = _q4_four(w, at, stride, False, blocks, xq, xs, xsum, t)
+                f0, f1, f2, f3 = _q4_four(w, at, stride, False, blocks, xq, xs, xterm, t)
             elif kind == Q8_0:
-                f0, f1, f2, f3 = _q8_four(w, at, blocks, xq, xs, t)
+                f0, f1, f2, f3 = _q8_four(w, at, blocks, xq, xs, xterm, t)
             elif kind == F16:
                 f0, f1, f2, f3 = _f16_four(w, at, k, x, t)
             else:
@@ -261,11 +277,11 @@ def gemm(w, matrix, bias, begin, end, x, xq, xs, xsum, y, column, ldy, tokens, a
             t += 4
         while t < tokens:
             if kind == Q4_1:
-                f = _q4_one(w, at, stride, True, blocks, xq, xs, xsum, t)
+                f = _q4_one(w, at, stride, True, blocks, xq, xs, xterm, t)
             elif kind == Q4_0:
-                f = _q4_one(w, at, stride, False, blocks, xq, xs, xsum, t)
+                f = _q4_one(w, at, stride, False, blocks, xq, xs, xterm, t)
             elif kind == Q8_0:
-                f = _q8_one(w, at, blocks, xq, xs, t)
+                f = _q8_one(w, at, blocks, xq, xs, xterm, t)
             elif kind == F16:
                 f = _f16_one(w, at, k, x, t)
             else:

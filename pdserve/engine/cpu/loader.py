@@ -63,15 +63,17 @@ def load_cpu_engine(
 
 def warm_up(engine: CpuEngine) -> None:
     """Compile every kernel, or read it from the cache. One process at a time: the others then find it compiled."""
-    chunk = SequenceChunk(
-        token_ids=[0],
-        start_position=0,
-        block_table=[0],
-        sample=SampleRequest(params=SamplingParams(temperature=1.0, top_p=0.5)),
-        score=ScoreRequest(target_ids=[0], num_top=0),
-    )
+    draws = (SamplingParams(temperature=0.0), SamplingParams(temperature=1.0, top_p=0.5))
     with _compiling():
-        engine.forward(build_batch([chunk], engine.layout.block_size))
+        for params in draws:
+            chunk = SequenceChunk(
+                token_ids=[0],
+                start_position=0,
+                block_table=[0],
+                sample=SampleRequest(params=params),
+                score=ScoreRequest(target_ids=[0], num_top=0),
+            )
+            engine.forward(build_batch([chunk], engine.layout.block_size))
 
 
 @contextmanager

@@ -16,7 +16,7 @@ _LOG2E = np.float32(1.4426950408889634)
 _LN2_HIGH = np.float32(0.693359375)
 _LN2_LOW = np.float32(-2.12194440e-4)
 _NOTHING = np.float32(1e-36)
-"""Blocks below it count as zero: 127 / peak would be infinite."""
+"""Blocks that reach less far count as constant: 127 / reach would be infinite."""
 
 
 @njit(**OPTIONS)
@@ -55,23 +55,36 @@ def rms_norm(x, at, weight, weight_at, width, padded, eps, out, out_at):
 
 
 @njit(**OPTIONS)
-def quantize(x, at, width, xq, q_at, xs, xsum, s_at):
-    """Row of `width` float32 (a multiple of 32) to int8 with a scale and a scaled sum per 32 values.
+def quantize(x, at, width, xq, q_at, xs, xterm, s_at):
+    """Row of `width` float32 (a multiple of 32) to int8 q with a scale and an offset per 32 values.
 
-    scale = max|x| / 127, q = round(x / scale) with halves to even; a block of zeros gets scale 0.
+    x = scale * q + offset with offset = (max + min) / 2, scale = (max - min) / 254, q = round((x - offset) / scale),
+    halves to even, in [-127, 127]; a block of equal values gets scale 0. xs: float32, scales; xterm: float32, pairs
+    (scale * sum(q), offset).
     """
     for b in range(width // BLOCK):
         low = v.load(x, at + b * BLOCK)
         high = v.load(x, at + b * BLOCK + 16)
-        peak = v.max_lanes(v.maximum(v.absolute(low), v.absolute(high)))
-        inverse = v.splat(np.float32(127.0) / peak if peak > _NOTHING else np.float32(0.0))
-        q_low = v.to_int(v.round_even(v.mul(low, inverse)))
-        q_high = v.to_int(v.round_even(v.mul(high, inverse)))
-        v.store_i8(xq, q_at + b * BLOCK, q_low)
-        v.store_i8(xq, q_at + b * BLOCK + 16, q_high)
-        scale = peak / np.float32(127.0)
+        top = v.max_lanes(v.maximum(low, high))
+        bottom = v.min_lanes(v.minimum(low, high))
+        # Halves first: the sum and the difference of large values must not overflow.
+        offset = np.float32(0.5) * top + np.float32(0.5) * bottom
+        reach = np.float32(0.5) * top - np.float32(0.5) * bottom
+        inverse = v.splat(np.float32(127.0) / reach if reach > _NOTHING else np.float32(0.0))
+        centre = v.splat(offset)
+        # The ends are 127 steps from the centre but for rounding, which must not make them 128.
+        limit = v.splat(np.float32(127.0))
+        floor = v.splat(np.float32(-127.0))
+        q_low = v.mul(v.sub(low, centre), inverse)
+        q_high = v.mul(v.sub(high, centre), inverse)
+        i_low = v.to_int(v.round_even(v.maximum(v.minimum(q_low, limit), floor)))
+        i_high = v.to_int(v.round_even(v.maximum(v.minimum(q_high, limit), floor)))
+        v.store_i8(xq, q_at + b * BLOCK, i_low)
+        v.store_i8(xq, q_at + b * BLOCK + 16, i_high)
+        scale = reach / np.float32(127.0)
         xs[s_at + b] = scale
-        xsum[s_at + b] = scale * np.float32(v.sum_lanes_i32(v.add_i32(q_low, q_high)))
+        xterm[2 * (s_at + b)] = scale * np.float32(v.sum_lanes_i32(v.add_i32(i_low, i_high)))
+        xterm[2 * (s_at + b) + 1] = offset
 
 
 @njit(**OPTIONS)

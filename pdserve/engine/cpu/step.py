@@ -72,7 +72,7 @@ def _clear(row, begin, end):
 
 @njit(**OPTIONS)
 def step(thread, threads, counters, shape, arena, matrices, floats, norms, cos, sin, positions, sequence, slots, tables,
-         items, logit_rows, eps, kv, x, xn, xq, xs, xsum, y, scratch, logits):  # fmt: skip
+         items, logit_rows, eps, kv, x, xn, xq, xs, xterm, y, scratch, logits):  # fmt: skip
     """The K/V of a batch into the pool, its final hidden rows into x, and the logits of `logit_rows`.
 
     counters: int64, zeros (barrier, then one attention counter per layer); shape, arena, matrices, floats, norms: see
@@ -110,12 +110,12 @@ def step(thread, threads, counters, shape, arena, matrices, floats, norms, cos, 
         for t in range(t0, t1):
             rms_norm(x, t * hp, floats, norms[layer, 0], hidden, hp, eps, xn, t * hp)
             if quantized:
-                quantize(xn, t * hp, hp, xq, t * hp, xs, xsum, t * (hp // BLOCK))
+                quantize(xn, t * hp, hp, xq, t * hp, xs, xterm, t * (hp // BLOCK))
         passed = barrier(counters, threads, passed)
         column = np.int64(0)
         for i in range(3):
             b, e = share(matrices[m + i, 2], thread, threads)
-            gemm(arena, matrices[m + i], floats, b, e, xn, xq, xs, xsum, y, column, width, tokens, False)
+            gemm(arena, matrices[m + i], floats, b, e, xn, xq, xs, xterm, y, column, width, tokens, False)
             column += matrices[m + i, 2] * ROWS
         passed = barrier(counters, threads, passed)
         k_column = heads * head_dim
@@ -159,20 +159,20 @@ def step(thread, threads, counters, shape, arena, matrices, floats, norms, cos, 
         if matrices[m + O, 0] > F16:
             for t in range(t0, t1):
                 _clear(xn, t * ap + heads * head_dim, (t + 1) * ap)
-                quantize(xn, t * ap, ap, xq, t * ap, xs, xsum, t * (ap // BLOCK))
+                quantize(xn, t * ap, ap, xq, t * ap, xs, xterm, t * (ap // BLOCK))
             passed = barrier(counters, threads, passed)
         b, e = share(matrices[m + O, 2], thread, threads)
-        gemm(arena, matrices[m + O], floats, b, e, xn, xq, xs, xsum, x, np.int64(0), hp, tokens, True)
+        gemm(arena, matrices[m + O], floats, b, e, xn, xq, xs, xterm, x, np.int64(0), hp, tokens, True)
         passed = barrier(counters, threads, passed)
         quantized = matrices[m + GATE, 0] > F16 or matrices[m + UP, 0] > F16
         for t in range(t0, t1):
             rms_norm(x, t * hp, floats, norms[layer, 1], hidden, hp, eps, xn, t * hp)
             if quantized:
-                quantize(xn, t * hp, hp, xq, t * hp, xs, xsum, t * (hp // BLOCK))
+                quantize(xn, t * hp, hp, xq, t * hp, xs, xterm, t * (hp // BLOCK))
         passed = barrier(counters, threads, passed)
         for i in range(2):
             b, e = share(matrices[m + GATE + i, 2], thread, threads)
-            gemm(arena, matrices[m + GATE + i], floats, b, e, xn, xq, xs, xsum, y, i * fp, 2 * fp, tokens, False)
+            gemm(arena, matrices[m + GATE + i], floats, b, e, xn, xq, xs, xterm, y, i * fp, 2 * fp, tokens, False)
         passed = barrier(counters, threads, passed)
         quantized = matrices[m + DOWN, 0] > F16
         written = matrices[m + GATE, 2] * ROWS
@@ -180,19 +180,19 @@ def step(thread, threads, counters, shape, arena, matrices, floats, norms, cos, 
             gate(y, t * 2 * fp, fp, xn, t * fp)
             if quantized:
                 _clear(xn, t * fp + written, (t + 1) * fp)
-                quantize(xn, t * fp, fp, xq, t * fp, xs, xsum, t * (fp // BLOCK))
+                quantize(xn, t * fp, fp, xq, t * fp, xs, xterm, t * (fp // BLOCK))
         passed = barrier(counters, threads, passed)
         b, e = share(matrices[m + DOWN, 2], thread, threads)
-        gemm(arena, matrices[m + DOWN], floats, b, e, xn, xq, xs, xsum, x, np.int64(0), hp, tokens, True)
+        gemm(arena, matrices[m + DOWN], floats, b, e, xn, xq, xs, xterm, x, np.int64(0), hp, tokens, True)
         passed = barrier(counters, threads, passed)
     _head(
-        thread, threads, counters, passed, shape, arena, matrices, floats, norms, logit_rows, eps, x, xn, xq, xs, xsum,
+        thread, threads, counters, passed, shape, arena, matrices, floats, norms, logit_rows, eps, x, xn, xq, xs, xterm,
         logits,
     )  # fmt: skip
 
 
 @njit(**OPTIONS)
-def _head(thread, threads, counters, passed, shape, arena, matrices, floats, norms, rows, eps, x, xn, xq, xs, xsum,
+def _head(thread, threads, counters, passed, shape, arena, matrices, floats, norms, rows, eps, x, xn, xq, xs, xterm,
           logits):  # fmt: skip
     """Final norm and LM head of some rows of x."""
     hp = shape[HIDDEN_PADDED]
@@ -205,17 +205,17 @@ def _head(thread, threads, counters, passed, shape, arena, matrices, floats, nor
     for r in range(r0, r1):
         rms_norm(x, rows[r] * hp, floats, norms[layers, 0], shape[HIDDEN], hp, eps, xn, r * hp)
         if matrices[m, 0] > F16:
-            quantize(xn, r * hp, hp, xq, r * hp, xs, xsum, r * (hp // BLOCK))
+            quantize(xn, r * hp, hp, xq, r * hp, xs, xterm, r * (hp // BLOCK))
     barrier(counters, threads, passed)
     b, e = share(matrices[m, 2], thread, threads)
-    gemm(arena, matrices[m], floats, b, e, xn, xq, xs, xsum, logits, np.int64(0), shape[VOCAB_PADDED], n, False)
+    gemm(arena, matrices[m], floats, b, e, xn, xq, xs, xterm, logits, np.int64(0), shape[VOCAB_PADDED], n, False)
 
 
 @njit(**OPTIONS)
-def head(thread, threads, counters, shape, arena, matrices, floats, norms, rows, eps, x, xn, xq, xs, xsum, logits):
+def head(thread, threads, counters, shape, arena, matrices, floats, norms, rows, eps, x, xn, xq, xs, xterm, logits):
     """Logits of more rows of the batch that `step` has just computed."""
     _head(
-        thread, threads, counters, np.int64(0), shape, arena, matrices, floats, norms, rows, eps, x, xn, xq, xs, xsum,
+        thread, threads, counters, np.int64(0), shape, arena, matrices, floats, norms, rows, eps, x, xn, xq, xs, xterm,
         logits,
     )  # fmt: skip
 

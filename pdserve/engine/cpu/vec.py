@@ -243,6 +243,10 @@ maximum = _binary(
     lambda builder, a, b: builder.select(builder.fcmp_ordered(">", a, b), a, b), f32x16, "The larger of a and b"
 )
 
+minimum = _binary(
+    lambda builder, a, b: builder.select(builder.fcmp_ordered("<", a, b), a, b), f32x16, "The smaller of a and b"
+)
+
 
 def _unary(name: str, doc: str) -> Any:
     @intrinsic
@@ -293,6 +297,16 @@ def max_lanes(typingctx: Any, a: Any) -> Any:
 
     def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
         return _tree(builder, args[0], lambda a, b: builder.select(builder.fcmp_ordered(">", a, b), a, b))
+
+    return types.float32(f32x16), codegen
+
+
+@intrinsic
+def min_lanes(typingctx: Any, a: Any) -> Any:
+    """Smallest lane."""
+
+    def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        return _tree(builder, args[0], lambda a, b: builder.select(builder.fcmp_ordered("<", a, b), a, b))
 
     return types.float32(f32x16), codegen
 

@@ -35,7 +35,7 @@ class Workspace:
             self.xn = np.zeros(self._tokens * widest, np.float32)
             self.xq = np.zeros(self._tokens * widest, np.int8)
             self.xs = np.zeros(self._tokens * (widest // BLOCK), np.float32)
-            self.xsum = np.zeros(self._tokens * (widest // BLOCK), np.float32)
+            self.xterm = np.zeros(2 * self._tokens * (widest // BLOCK), np.float32)
             self.y = np.zeros(self._tokens * max(shape.qkv_width, 2 * shape.ffn_padded), np.float32)
             self.items = np.zeros((self._tokens, 2), np.int64)
         if rows > self._rows:
