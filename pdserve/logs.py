@@ -6,7 +6,7 @@ import json
 import logging
 import sys
 import time
-from typing import Any
+from typing import Any, TextIO
 
 from pdserve.config.schema import LogSection
 
@@ -55,12 +55,23 @@ class TextFormatter(logging.Formatter):
         return line
 
 
+class _StderrHandler(logging.StreamHandler[TextIO]):
+    """Writes to what `sys.stderr` is at the time of the record, not to what it was when logging was set up."""
+
+    def __init__(self) -> None:
+        super().__init__(sys.stderr)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.stream = sys.stderr
+        super().emit(record)
+
+
 def configure_logging(config: LogSection, process: str) -> None:
     """Send the logs of this process to stderr. `process` names it in every line."""
     kind = config.format
     if kind == "auto":
         kind = "text" if sys.stderr.isatty() else "json"
-    handler = logging.StreamHandler()
+    handler = _StderrHandler()
     handler.setFormatter(JsonFormatter(process) if kind == "json" else TextFormatter(process))
     root = logging.getLogger()
     root.handlers[:] = [handler]

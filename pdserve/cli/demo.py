@@ -84,11 +84,16 @@ def demo(
     def progress(message: str) -> None:
         click.echo(f"[{time.monotonic() - began:5.1f} s] {message}", err=True)
 
+    def tell_of_compiling(name: str, line: str) -> None:
+        # The one thing that takes long enough for people to wonder.
+        if "compiling kernels" in line:
+            progress(f"{name}: {line[line.index('compiling kernels') :]}")
+
     log_format = chosen_format(config, "text")
     cluster = LocalCluster(
         config,
         log_format=log_format,
-        sink=LineWriter(sys.stderr, as_json=log_format == "json") if verbose else None,
+        sink=LineWriter(sys.stderr, as_json=log_format == "json") if verbose else tell_of_compiling,
         progress=progress,
     )
     console = Console(quiet=True) if as_json else make_console()

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import platform
 
-from pdserve.engine.cpu.isa import supported_isas
+from pdserve.engine.cpu.isa import ISA_ENV, selected_isa, supported_isas
 from pdserve.model.config import ModelConfig
 
 
@@ -14,6 +15,8 @@ def why_not_cpu(config: ModelConfig, *, device: str, block_size: int) -> str | N
         return f"engine.device is {device}"
     if platform.machine() not in ("x86_64", "AMD64") or not supported_isas():
         return "this processor has no AVX2"
+    if selected_isa() is None:
+        return f"{ISA_ENV}={os.environ[ISA_ENV]} is not one of {', '.join(supported_isas())}, which this processor has"
     if config.head_dim % 16:
         return f"the model's head_dim {config.head_dim} is not a multiple of 16"
     if block_size % 16:

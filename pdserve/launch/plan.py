@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 
 from pdserve.config import Config
 from pdserve.config.schema import WorkerSection
+from pdserve.cpus import available_cpus
 from pdserve.errors import ConfigError
 from pdserve.types import Role
 
@@ -22,11 +22,6 @@ class ProcessPlan:
     config: Config
 
 
-def available_cores() -> int:
-    """Cores this process may run on."""
-    return len(os.sched_getaffinity(0))
-
-
 def plan_processes(config: Config, *, store_url: str, router_address: str, log_format: str) -> list[ProcessPlan]:
     """The router first, then prefill workers, then decode workers.
 
@@ -34,7 +29,7 @@ def plan_processes(config: Config, *, store_url: str, router_address: str, log_f
     one worker can have when several are wanted.
     """
     local = config.local
-    threads = config.engine.threads or max(1, available_cores() // (local.prefill_workers + local.decode_workers))
+    threads = config.engine.threads or max(1, available_cpus() // (local.prefill_workers + local.decode_workers))
     shared = config.model_copy(
         update={
             "store": config.store.model_copy(update={"url": store_url}),

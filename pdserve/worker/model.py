@@ -55,6 +55,9 @@ def load_model(config: Config) -> LoadedModel:
             num_threads=settings.threads,
         )
     else:
+        for name, ignored in (("dtype", settings.dtype != "float32"), ("attention", settings.attention != "sdpa")):
+            if ignored:
+                log.warning("engine.%s has no effect on the CPU engine; it is for engine.kind: torch", name)
         # Imports numba, which a worker on another engine need not wait for.
         from pdserve.engine.cpu.loader import load_cpu_engine
 

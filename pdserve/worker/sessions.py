@@ -187,8 +187,16 @@ class SessionHub(Generic[Request, Response, Command, Event]):
     async def _read(self, session: _Session[Event], messages: AsyncIterator[Request]) -> None:
         try:
             while session.closed_by is None:
-                async with asyncio.timeout(self._peer_timeout_s):
-                    command = self._codec.decode(await anext(messages))
+                try:
+                    async with asyncio.timeout(self._peer_timeout_s):
+                        command = self._codec.decode(await anext(messages))
+                except (StopAsyncIteration, TimeoutError):
+                    raise
+                except Exception as error:
+                    # Bytes that are no message, or one that contradicts itself: this router's problem alone.
+                    log.warning("router %s sent what cannot be read: %r", session.router_id, error)
+                    self._end(session, InvalidRequestError(f"session: unreadable message: {error}"))
+                    return
                 if isinstance(command, Hello):
                     self._end(session, InvalidRequestError("session: a second hello on one stream", field="hello"))
                 elif session.closed_by is None:

@@ -11,8 +11,9 @@ import pytest
 
 from pdserve.addresses import dialable, reserve
 from pdserve.config import Config, load_config
+from pdserve.cpus import available_cpus
 from pdserve.errors import ConfigError
-from pdserve.launch.plan import ProcessPlan, available_cores, plan_processes
+from pdserve.launch.plan import ProcessPlan, plan_processes
 from pdserve.launch.process import LineWriter
 from pdserve.launch.restart import MAX_DELAY_S, MAX_FAILURES, STABLE_S, RestartPolicy
 
@@ -48,7 +49,7 @@ def test_every_process_gets_the_same_store_and_the_router_its_address() -> None:
 
 
 def test_threads_are_shared_out_unless_they_are_set() -> None:
-    cores = available_cores()
+    cores = available_cpus()
     assert {p.config.engine.threads for p in plan()} == {max(1, cores // 2)}
     assert {p.config.engine.threads for p in plan(local__prefill_workers=64)} == {max(1, cores // 65)}
     assert {p.config.engine.threads for p in plan(engine__threads=7)} == {7}

@@ -16,7 +16,7 @@ from pdserve.engine.cpu import draw as draw_kernels
 from pdserve.engine.cpu import step as step_kernels
 from pdserve.engine.cpu.shape import ModelShape
 from pdserve.engine.cpu.team import Team
-from pdserve.engine.cpu.weights import PackedModel
+from pdserve.engine.cpu.weights import PackedModel, WeightFormat
 from pdserve.engine.cpu.workspace import Workspace
 from pdserve.engine.host_store import HostBlockStore
 from pdserve.engine.noise import row_keys
@@ -35,15 +35,18 @@ SHARED_ROWS = 4
 """Rows of logits from which on threads share the drawing: fewer take less time than waking a thread."""
 
 
-def kv_layout(config: ModelConfig, block_size: int) -> KvLayout:
-    """Geometry of this engine's KV blocks."""
+def kv_layout(config: ModelConfig, block_size: int, weights: WeightFormat = "auto") -> KvLayout:
+    """Geometry of this engine's KV blocks.
+
+    The format of the weights is part of it: KV computed on others is not what this engine would have computed.
+    """
     return KvLayout(
         dtype="float16",
         block_size=block_size,
         num_layers=config.num_layers,
         num_kv_heads=config.num_kv_heads,
         head_dim=config.head_dim,
-        order=KV_ORDER,
+        order=f"{KV_ORDER} weights:{weights}",
     )
 
 
@@ -51,10 +54,11 @@ class CpuEngine:
     """Implements `Engine`."""
 
     def __init__(
-        self, config: ModelConfig, model: PackedModel, *, num_blocks: int, block_size: int, threads: int
+        self, config: ModelConfig, model: PackedModel, layout: KvLayout, *, num_blocks: int, threads: int
     ) -> None:
+        block_size = layout.block_size
         self._config = config
-        self._layout = kv_layout(config, block_size)
+        self._layout = layout
         self._num_blocks = num_blocks
         self._model = model
         self._shape = ModelShape(config, block_size)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import fcntl
 import logging
-import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import psutil
 
+from pdserve.cpus import available_cpus
 from pdserve.engine.batch import SampleRequest, ScoreRequest, SequenceChunk, build_batch
 from pdserve.engine.cpu.attention import SEGMENT
 from pdserve.engine.cpu.engine import CpuEngine, kv_layout
@@ -45,7 +45,7 @@ def load_cpu_engine(
     if block_size % 16 or SEGMENT % block_size:
         raise ConfigError(f"block_size: the CPU engine takes 16, 32, 64 or 128, got {block_size}", field="block_size")
     shape = ModelShape(source.config, block_size)
-    layout = kv_layout(source.config, block_size)
+    layout = kv_layout(source.config, block_size, weights)
     blocks = pool_blocks(layout, num_blocks, kv_cache_bytes)
     model = pack_model(source, shape, weights)
     available = psutil.virtual_memory().available
@@ -55,8 +55,8 @@ def load_cpu_engine(
             f"{available / 2**30:.2f} GiB that are free; use fewer blocks",
             field="num_blocks",
         )
-    threads = num_threads if num_threads is not None else len(os.sched_getaffinity(0))
-    engine = CpuEngine(source.config, model, num_blocks=blocks, block_size=block_size, threads=threads)
+    threads = num_threads if num_threads is not None else available_cpus()
+    engine = CpuEngine(source.config, model, layout, num_blocks=blocks, threads=threads)
     warm_up(engine)
     return engine
 

@@ -65,7 +65,8 @@ def share(n, thread, threads):
 
 @njit(**OPTIONS)
 def _clear(row, begin, end):
-    """Zeros in the padding of a row, where an earlier batch has left values that would decide the scale of a block."""
+    """Zeros in the padding of a row: an earlier batch has left values there that would decide the scale of a block, or
+    that are not even numbers and would spoil a product with weights of zero."""
     for i in range(begin, end, 16):
         v.store(row, i, v.zero())
 
@@ -156,10 +157,12 @@ def step(thread, threads, counters, shape, arena, matrices, floats, norms, cos, 
             )  # fmt: skip
             n = v.fetch_add(counters, 1 + layer, np.int64(1))
         passed = barrier(counters, threads, passed)
-        if matrices[m + O, 0] > F16:
+        quantized = matrices[m + O, 0] > F16
+        if quantized or ap != heads * head_dim:
             for t in range(t0, t1):
                 _clear(xn, t * ap + heads * head_dim, (t + 1) * ap)
-                quantize(xn, t * ap, ap, xq, t * ap, xs, xterm, t * (ap // BLOCK))
+                if quantized:
+                    quantize(xn, t * ap, ap, xq, t * ap, xs, xterm, t * (ap // BLOCK))
             passed = barrier(counters, threads, passed)
         b, e = share(matrices[m + O, 2], thread, threads)
         gemm(arena, matrices[m + O], floats, b, e, xn, xq, xs, xterm, x, np.int64(0), hp, tokens, True)
@@ -178,8 +181,8 @@ def step(thread, threads, counters, shape, arena, matrices, floats, norms, cos, 
         written = matrices[m + GATE, 2] * ROWS
         for t in range(t0, t1):
             gate(y, t * 2 * fp, fp, xn, t * fp)
+            _clear(xn, t * fp + written, (t + 1) * fp)
             if quantized:
-                _clear(xn, t * fp + written, (t + 1) * fp)
                 quantize(xn, t * fp, fp, xq, t * fp, xs, xterm, t * (fp // BLOCK))
         passed = barrier(counters, threads, passed)
         b, e = share(matrices[m + DOWN, 2], thread, threads)
