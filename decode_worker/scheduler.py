@@ -33,7 +33,6 @@ from pdserve.errors import (
     DeadlineExceededError,
     InternalError,
     InvalidRequestError,
-    PdServeError,
     PromptTooLongError,
 )
 from pdserve.types import GenerationJob, HandoffId, TokenLogprobs
@@ -57,7 +56,16 @@ STEP_SMOOTHING = 0.1
 class DecodeScheduler:
     """All sequences of one decode worker."""
 
-    def __init__(self, *, blocks: SequenceBlocks, max_batch_size: int, reserve_tokens: int, limits: JobLimits) -> None:
+    def __init__(
+        self,
+        *,
+        worker_id: str,
+        blocks: SequenceBlocks,
+        max_batch_size: int,
+        reserve_tokens: int,
+        limits: JobLimits,
+    ) -> None:
+        self._worker_id = worker_id
         self._blocks = blocks
         self._max_batch_size = max_batch_size
         self._reserve_tokens = reserve_tokens
@@ -202,7 +210,8 @@ class DecodeScheduler:
             if sequence.job.deadline is None or now < sequence.job.deadline:
                 continue
             if sequence.state in (SequenceState.RUNNING, SequenceState.PREEMPTED):
-                self._emit_failure(sequence, DeadlineExceededError("the deadline passed while decoding"))
+                error = DeadlineExceededError("the deadline passed while decoding")
+                self._emit_failure(sequence, JobFailed.of(sequence.key, error))
             self._stop(sequence)
 
     # Steps ------------------------------------------------------------------------------------------------------------
@@ -273,11 +282,16 @@ class DecodeScheduler:
                 self._leave(sequence)
 
     def step_failed(self, error: InternalError) -> None:
-        """The engine failed: the sequences of the step are lost, all others go on."""
+        """The engine failed: the sequences of the step are lost, all others go on.
+
+        Whether the device or one of the sequences is at fault is not known here, so each may be tried elsewhere; the
+        router's bound on attempts ends one that fails every engine.
+        """
         step, self._step = self._step, []
         for sequence, _ in step:
             if sequence.state is not SequenceState.LEAVING:
-                self._emit_failure(sequence, error)
+                failure = JobFailed.of(sequence.key, error, retryable=True, blame=self._worker_id)
+                self._emit_failure(sequence, failure)
             self._forget(sequence, committed=True)
 
     # Inside -----------------------------------------------------------------------------------------------------------
@@ -364,8 +378,8 @@ class DecodeScheduler:
             self._close(sequence)
         self._actions.append(Forget(sequence.key, committed))
 
-    def _emit_failure(self, sequence: Sequence, error: PdServeError) -> None:
-        self._actions.append(Emit(sequence.job.router_id, JobFailed.of(sequence.key, error)))
+    def _emit_failure(self, sequence: Sequence, failure: JobFailed) -> None:
+        self._actions.append(Emit(sequence.job.router_id, failure))
 
 
 def _chunk(sequence: Sequence, length: int) -> PlannedChunk:

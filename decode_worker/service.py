@@ -76,6 +76,7 @@ class DecodeService(worker_pb2_grpc.DecodeWorkerServicer):
         hasher = BlockHasher(model_fingerprint=info.model_fingerprint, block_size=engine.layout.block_size)
         self._blocks = SequenceBlocks(engine.num_blocks, hasher)
         self._scheduler = DecodeScheduler(
+            worker_id=info.worker_id,
             blocks=self._blocks,
             max_batch_size=config.decode.max_batch_size,
             reserve_tokens=config.decode.reserve_tokens,

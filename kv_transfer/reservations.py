@@ -46,14 +46,11 @@ from kv_transfer.messages import Busy, LinkId, Reserve, ToPrefill
 from kv_transfer.plan import ChunkPlan
 from kv_transfer.table import Machine
 from kv_transfer.wire import ChunkHeader, FrameError, decode
-from pdserve.errors import IncompatibleWorkersError, InvalidRequestError, PdServeError
+from pdserve.errors import IncompatibleWorkersError, InvalidRequestError, PdServeError, UnavailableError
 from pdserve.kv_layout import KvBlockStore
 from pdserve.types import GenerationJob, HandoffId
 
 logger = logging.getLogger(__name__)
-
-DRAINING_RETRY_S = 1.0
-"""Hint to a prefill worker that asks a draining worker: long enough for the router to have heard of it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +122,7 @@ class Reservations:
     ) -> None:
         """`send` takes the incarnation of a prefill process and a message for it; `fence` closes a link for good."""
         self.draining = False
-        """Busy to every new Reserve."""
+        """Refuses every new Reserve: the worker is about to end, so it is not worth waiting for."""
         self.bytes_received = 0
         self.num_committed = 0
         self.num_failed = 0
@@ -255,7 +252,7 @@ class Reservations:
 
     def _allocate(self, entry: _Entry, message: Reserve, link: LinkId) -> Allocated | NoRoom | Unservable:
         if self.draining:
-            return NoRoom(DRAINING_RETRY_S)
+            return Unservable(UnavailableError.code, "the decode worker is draining")
         try:
             whole_plan = self._plan(entry, message)
             answer = self._admission.reserve(message.job, message.id, message.num_tokens)

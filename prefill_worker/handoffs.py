@@ -18,7 +18,7 @@ class HandoffListener(Protocol):
     source blocks any more."""
 
     def on_reserved(self, key: HandoffId) -> None:
-        """The decode worker has room. Only now may `commit` follow."""
+        """The decode worker has room."""
 
     def on_committed(self, key: HandoffId, result: HandoffResult) -> None:
         """The decode worker owns the request."""
@@ -33,6 +33,8 @@ class HandoffListener(Protocol):
 @dataclass(slots=True, eq=False)
 class _Live:
     first_token: asyncio.Future[int]
+    num_final_tokens: int = 0
+    """Leading tokens whose KV is final."""
     handoff: Handoff | None = None
     """None until its task has begun."""
     task: asyncio.Task[None] | None = None
@@ -55,10 +57,12 @@ class Handoffs:
         live.task = self._tasks.spawn(self._drive(key, live, job, target, blocks), f"handoff-{key}")
 
     def advance(self, key: HandoffId, num_tokens: int) -> None:
-        """The KV of the first `num_tokens` tokens is final. Ignored for a hand-off that has ended."""
+        """The KV of the first `num_tokens` tokens is final: send it once there is room. Ignored for a hand-off that has
+        ended."""
         if (live := self._live.get(key)) is not None:
-            assert live.handoff is not None, f"{key} is computed without a reservation"
-            live.handoff.advance(num_tokens)
+            live.num_final_tokens = num_tokens
+            if live.handoff is not None:
+                live.handoff.advance(num_tokens)
 
     def commit(self, key: HandoffId, first_token: int) -> None:
         """Everything is final. Ignored for a hand-off that has ended."""
@@ -77,6 +81,7 @@ class Handoffs:
     ) -> None:
         try:
             live.handoff = self._sender.begin(job, target, blocks, job.num_known_tokens)
+            live.handoff.advance(live.num_final_tokens)
             await live.handoff.reserve()
             self._listener.on_reserved(key)
             result = await live.handoff.commit(await live.first_token)

@@ -22,7 +22,8 @@ class JobState(enum.Enum):
     READY = "ready"
     """Owns its blocks here and, unless it ends with its first token, a reservation at the decode worker."""
     COMPUTING = "computing"
-    """As READY, and some of the prompt is computed or in the step that runs."""
+    """As READY, and some of the prompt is computed or in the step that runs. If the decode worker is lost, the next one
+    is asked for room meanwhile."""
     COMMITTING = "committing"
     """The first token is out; the decode worker is taking over. This worker owns its blocks until it has."""
     REHOMING = "rehoming"
@@ -135,7 +136,7 @@ class Reserve:
 
 @dataclass(frozen=True, slots=True)
 class Advance:
-    """The KV of the first `num_tokens` tokens is final."""
+    """The KV of the first `num_tokens` tokens is final. May come before the decode worker has granted room."""
 
     key: HandoffId
     num_tokens: int

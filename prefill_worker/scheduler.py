@@ -221,11 +221,9 @@ class PrefillScheduler:
             return
         if job.state is JobState.RESERVING:
             job.state = JobState.READY
-            if job.num_cached:
-                self._do(Advance(key, job.num_cached))
         elif job.state is JobState.REHOMING:
             job.state = JobState.COMMITTING
-            self._do(Advance(key, job.num_tokens), Commit(key, job.first_token))
+            self._do(Commit(key, job.first_token))
 
     def committed(self, key: HandoffId, *, transport: str, kv_bytes: int, transfer_s: float, now: float) -> None:
         """The decode worker owns the request. `transfer_s` runs from the first token to the last byte stored."""
@@ -338,14 +336,18 @@ class PrefillScheduler:
         self._admit(now)
 
     def step_failed(self, error: InternalError, now: float) -> None:
-        """The engine failed: the jobs of the step are lost, all others go on."""
+        """The engine failed: the jobs of the step are lost, all others go on.
+
+        Whether the device or one of the jobs is at fault is not known here, so each may be tried elsewhere; the
+        router's bound on attempts ends one that fails every engine.
+        """
         step, self._step = self._step, {}
         for key in step:
             job = self._jobs[key]
             if job.state is JobState.ENDING:
                 self._settle(job)
             else:
-                self._fail(job, error, blame=self._worker_id)
+                self._fail(job, error, retryable=True, blame=self._worker_id)
         self._admit(now)
 
     # Inside -----------------------------------------------------------------------------------------------------------
@@ -396,13 +398,21 @@ class PrefillScheduler:
         return True
 
     def _reserve(self, job: Job, target: DecodeTarget) -> None:
+        """Ask for room. What is final already can be sent as soon as that is granted."""
         job.target = target
         self._do(Reserve(job.key, target))
+        if job.num_computed:
+            self._do(Advance(job.key, job.num_computed))
 
     def _ask_next(self, job: Job, now: float, jitter: float) -> None:
-        """A job of which nothing is computed was refused by a decode worker."""
+        """A job whose first token is not drawn was refused by a decode worker, or has lost the one that had agreed."""
         if (target := job.candidates.next()) is not None:
+            if job.state is JobState.READY:
+                job.state = JobState.RESERVING
             self._reserve(job, target)
+        elif job.state is JobState.COMPUTING:
+            # A step may be writing into its blocks, and the router has heard that it began: it cannot queue again.
+            self._fail_handoff(job)
         elif (wait := job.candidates.end_round()) is not None:
             # Blocks that wait for a decode worker could serve a prompt that goes to another one.
             job.state, job.not_before = JobState.QUEUED, now + wait * (1 + jitter)

@@ -208,6 +208,8 @@ class Request:
             return
         try:
             self._handle(worker, event)
+        except WorkerLostError as error:
+            self._retry_without(error, error.details["worker"])
         except PdServeError as error:
             self.fail(error)
 
@@ -261,7 +263,7 @@ class Request:
                     RequestEvent.DECODE_TOKENS,
                 )
             case HandedOff():
-                attempt.hand_off_reported()
+                attempt.hand_off_reported(event.decode_worker)
                 self._transport = event.transport
                 self._kv_bytes += event.kv_bytes
                 if first_of_output:
@@ -306,9 +308,8 @@ class Request:
 
     def _job_failed(self, event: JobFailed) -> None:
         error = error_from_code(event.code, event.message)
-        blamed = self._current_attempt.worker_named(event.blame) if event.blame else None
         if event.retryable:
-            self._retry_or_fail(error, blamed.key if blamed is not None else None)
+            self._retry_without(error, event.blame)
         else:
             self.fail(error)
 
@@ -360,6 +361,11 @@ class Request:
                 retry_after_s=1.0,
             )
         )
+
+    def _retry_without(self, error: PdServeError, worker_id: str) -> None:
+        """Try again without a worker of the current attempt; with the same ones if it has no such worker."""
+        blamed = self._current_attempt.worker_named(worker_id)
+        self._retry_or_fail(error, blamed.key if blamed is not None else None)
 
     def _retry_or_fail(self, error: PdServeError, blamed: WorkerKey | None) -> None:
         if self._output_complete or self.attempt_number >= self._services.config.max_attempts:

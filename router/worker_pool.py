@@ -70,6 +70,9 @@ class WorkerPool:
         self._watchers: dict[Callable[[], None], None] = {}
         self._notify_scheduled = False
         self._num_dispatched = 0
+        self._closing = False
+        self._num_stale_events_before = 0
+        """Those of workers that have left."""
 
     @property
     def workers(self) -> list[Worker]:
@@ -83,8 +86,8 @@ class WorkerPool:
 
     @property
     def num_stale_events(self) -> int:
-        """Events dropped because their request had ended or gone elsewhere, over the workers known now."""
-        return sum(worker.num_stale_events for worker in self._workers.values())
+        """Events dropped because their request had ended or gone elsewhere. Never decreases."""
+        return self._num_stale_events_before + sum(worker.num_stale_events for worker in self._workers.values())
 
     def limits(self) -> KvLimits:
         """Over all workers that serve our model, connected or not."""
@@ -129,6 +132,7 @@ class WorkerPool:
 
     async def aclose(self) -> None:
         """End all sessions, and with them everything that still runs on workers."""
+        self._closing = True
         for worker in list(self._workers.values()):
             worker.give_up("the router is stopping")
         tasks = list(self._tasks.values())
@@ -182,6 +186,7 @@ class WorkerPool:
         if worker is not None:
             worker.registered = False
             if not worker.connected:
+                # It is known until the task has ended; the registry may list it again before that.
                 self._tasks[key].cancel()
 
     def _on_session_done(self, key: WorkerKey, task: asyncio.Task[None]) -> None:
@@ -190,7 +195,11 @@ class WorkerPool:
         self._compatible = {pair: ok for pair, ok in self._compatible.items() if key not in pair}
         if not task.cancelled() and (error := task.exception()) is not None:
             self._failures.put_nowait(error)
+            worker.registered = False
         worker.give_up("the router stopped using it")
+        self._num_stale_events_before += worker.num_stale_events
+        if worker.registered and not self._closing:
+            self._add(worker.info)
         self._changed()
 
     def _changed(self) -> None:

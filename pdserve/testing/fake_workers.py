@@ -68,6 +68,10 @@ class FakeDecodeWorker(FakeWorker[pb.DecodeEvents], pb_grpc.DecodeWorkerServicer
         self.num_taken_over += 1
         self._run(job, lambda: self._decode(job, first_token))
 
+    def hold_reservation(self, job: GenerationJob) -> None:
+        """A reservation whose prefill worker is out of reach: it is kept until the router ends it."""
+        self._run(job, asyncio.Event().wait)
+
     async def _decode(self, job: GenerationJob, first_token: int) -> None:
         tokens = [*job.token_ids, first_token]
         first_step = True
@@ -122,6 +126,8 @@ class FakePrefillWorker(FakeWorker[pb.PrefillEvents], pb_grpc.PrefillWorkerServi
         self.before_report = PausePoint()
         self.hand_off_before_first_token = False
         """The decode worker then has the request before the router gets the first token."""
+        self.moves = False
+        """Hand over to the last decode worker of each job, although the first one has the reservation."""
         self.jobs: list[GenerationJob] = []
         """Jobs received, in order."""
         self.targets: list[tuple[str, ...]] = []
@@ -178,6 +184,9 @@ class FakePrefillWorker(FakeWorker[pb.PrefillEvents], pb_grpc.PrefillWorkerServi
         self._send(job, pb.PrefillEvent(started=started))
         token = self.next_token(job.token_ids)
         finish = job.finish_reason(job.first_output_index, token)
+        if finish is None and self.moves:
+            peer.hold_reservation(job)
+            peer = next(peer for peer in map(self._peers, reversed(targets)) if peer is not None)
         if finish is None and self.hand_off_before_first_token:
             peer.take_over(job, token)
         await self.before_first_token.reach()

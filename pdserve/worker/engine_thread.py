@@ -23,8 +23,9 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-MAX_CONSECUTIVE_FAILURES = 3
-"""A step that fails may be its requests' fault. So many in a row are not: the device or its memory is damaged."""
+MAX_CONSECUTIVE_FAILURES = 5
+"""A step that fails may be its requests' fault. So many in a row are not: the device or its memory is damaged. More
+than `router.max_attempts`, so that one request that breaks every step does not end a worker that serves it alone."""
 
 
 class EngineThread:

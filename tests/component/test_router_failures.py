@@ -18,10 +18,12 @@ from pdserve.rpc.v1 import common_pb2, inference_pb2_grpc, worker_pb2
 from pdserve.rpc.v1 import inference_pb2 as pb
 from pdserve.store.client import Store
 from pdserve.store.embedded import EmbeddedRedis
+from pdserve.store.membership import MembershipChange
+from pdserve.store.worker_codec import WorkerRecord
 from pdserve.testing.fake_worker_base import PausePoint
 from pdserve.testing.router_rig import PROMPT, RouterRig, RouterRigs, ask, expected, make_model
 from pdserve.testing.waiting import eventually
-from pdserve.types import Role
+from pdserve.types import Role, WorkerStats
 
 
 @pytest.fixture(scope="module")
@@ -282,6 +284,117 @@ async def test_when_every_attempt_loses_its_worker_the_client_is_told(rigs: Rout
         await rig.wait_state("x", "FAILED")
 
 
+async def test_a_reservation_on_a_worker_that_is_already_lost_is_made_again_elsewhere(rigs: RouterRigs) -> None:
+    """The prefill worker has not noticed the loss when it announces where the reservation is."""
+    async with rigs.start(decode=2) as rig:
+        prefill = rig.fleet.prefill["p0"]
+        prefill.before_start.hold()
+        running = asyncio.create_task(rig.client.generate(ask(6)))
+        await eventually(lambda: prefill.before_start.num_waiting == 1, "the job is queued")
+        lost, other = prefill.targets[0]
+        await rig.fleet.kill(lost)
+        await rig.wait_lost(lost)
+        job = prefill.jobs[0]
+        started = worker_pb2.PrefillStarted(request_id=job.request_id, attempt=1, decode_worker=lost)
+        prefill.send_to_all(worker_pb2.PrefillEvents(events=[worker_pb2.PrefillEvent(started=started)]))
+        await eventually(lambda: len(prefill.jobs) == 2, "there is a second attempt")
+        prefill.before_start.release()
+        answer = await running
+        assert answer.token_ids == expected(6)
+        assert (answer.last.placement.decode_worker, answer.last.placement.attempts) == (other, 2)
+        assert prefill.targets[1] == (other,)
+
+
+async def test_a_worker_that_was_never_offered_is_refused(rigs: RouterRigs) -> None:
+    async with rigs.start() as rig:
+        prefill = rig.fleet.prefill["p0"]
+        prefill.before_start.hold()
+        running = asyncio.create_task(rig.client.error(ask(6)))
+        await eventually(lambda: prefill.before_start.num_waiting == 1, "the job is queued")
+        started = worker_pb2.PrefillStarted(request_id=prefill.jobs[0].request_id, attempt=1, decode_worker="who")
+        prefill.send_to_all(worker_pb2.PrefillEvents(events=[worker_pb2.PrefillEvent(started=started)]))
+        assert (await running).code == "internal"
+
+
+@pytest.mark.parametrize("order", ["report first", "tokens before the report", "tokens before the first token"])
+async def test_a_hand_off_that_moves_to_another_decode_worker_goes_on_there(rigs: RouterRigs, order: str) -> None:
+    """Only the link to the first one has failed; it is alive for the router and keeps its reservation until told."""
+    async with rigs.start(decode=2) as rig:
+        prefill = rig.fleet.prefill["p0"]
+        prefill.moves = True
+        prefill.hand_off_before_first_token = order == "tokens before the first token"
+        held = {
+            "report first": [decode.before_step for decode in rig.fleet.decode.values()],
+            "tokens before the report": [prefill.before_report],
+            "tokens before the first token": [prefill.before_first_token],
+        }[order]
+        for point in held:
+            point.hold()
+        running = asyncio.create_task(rig.client.generate(ask(12, request_id="x")))
+        await rig.wait_state("x", "DECODING")
+        first, second = prefill.targets[0]
+
+        async def moved() -> bool:
+            info = await rig.client.info_of("x")
+            return info is not None and info.decode_worker == second and rig.fleet.decode[first].num_jobs == 0
+
+        await eventually(moved, "the router has followed it and freed the first reservation")
+        for point in held:
+            point.release()
+        answer = await running
+        assert answer.token_ids == expected(12)
+        assert (answer.last.placement.decode_worker, answer.last.placement.attempts) == (second, 1)
+
+
+@pytest.mark.parametrize("end", ["cancel", "deadline"])
+async def test_an_end_during_a_move_reaches_every_decode_worker_that_may_have_it(rigs: RouterRigs, end: str) -> None:
+    async with rigs.start(decode=2) as rig:
+        prefill = rig.fleet.prefill["p0"]
+        prefill.moves = True
+        prefill.before_report.hold()
+        for decode in rig.fleet.decode.values():
+            decode.before_step.hold()
+        timeout = 20.0 if end == "cancel" else 1.0
+        running = asyncio.create_task(rig.client.error(ask(request_id="x"), timeout=timeout))
+        await eventually(lambda: all(d.num_jobs for d in rig.fleet.decode.values()), "both have something of it")
+        await rig.wait_state("x", "TRANSFERRING")
+        if end == "cancel":
+            await rig.client.inference.Cancel(pb.CancelRequest(request_id="x"))
+        assert (await running).code == {"cancel": "cancelled", "deadline": "deadline_exceeded"}[end]
+        await rig.wait_quiet()
+        assert all(("x", 1) in decode.cancelled for decode in rig.fleet.decode.values())
+
+
+@pytest.mark.parametrize("lost", ["reserved", "moved to", "both"])
+async def test_a_decode_worker_lost_during_a_move_matters_only_if_it_gets_the_request(
+    rigs: RouterRigs, lost: str
+) -> None:
+    async with rigs.start(decode=3) as rig:
+        prefill = rig.fleet.prefill["p0"]
+        prefill.moves = True
+        prefill.before_report.hold()
+        for decode in rig.fleet.decode.values():
+            decode.before_step.hold()
+        running = asyncio.create_task(rig.client.generate(ask(8, request_id="x")))
+        await rig.wait_state("x", "TRANSFERRING")
+        await eventually(lambda: prefill.before_report.num_waiting == 1, "it has moved")
+        first, _, last = prefill.targets[0]
+        victims = {"reserved": [first], "moved to": [last], "both": [first, last]}[lost]
+        for name in victims:
+            await rig.fleet.kill(name)
+            await rig.wait_lost(name)
+        info = await rig.client.info_of("x")
+        assert info is not None
+        assert (info.attempt, info.state) == (1, "TRANSFERRING")
+        prefill.moves = False
+        prefill.before_report.release()
+        for decode in rig.fleet.decode.values():
+            decode.before_step.release()
+        answer = await running
+        assert answer.token_ids == expected(8)
+        assert answer.last.placement.attempts == (1 if lost == "reserved" else 2)
+
+
 async def test_a_retryable_failure_avoids_the_blamed_worker(rigs: RouterRigs) -> None:
     async with rigs.start(prefill=1, decode=2) as rig:
         prefill = rig.fleet.prefill["p0"]
@@ -495,6 +608,32 @@ async def test_a_worker_that_breaks_the_protocol_fails_that_request_alone(rigs: 
         assert (await running).code == "internal"
         decode.before_step.release()
         assert (await rig.client.generate(ask(5))).token_ids == expected(5)
+
+
+async def test_a_worker_that_is_listed_again_while_its_session_ends_is_used_again(rigs: RouterRigs) -> None:
+    """As when the lease of a worker ends while the machine is too busy to renew it, and its session with it."""
+    async with rigs.start() as rig:
+        prefill = rig.fleet.prefill["p0"]
+        prefill.ready = False
+        prefill.end_sessions()
+        await rig.wait_lost("p0")
+        record = WorkerRecord(info=prefill.info, stats=WorkerStats())
+        rig.router.pool.apply(MembershipChange(joined=(), left=(record,)))
+        rig.router.pool.apply(MembershipChange(joined=(record,), left=()))
+        prefill.ready = True
+        await rig.wait_ready(2)
+        assert (await rig.client.generate(ask(5))).token_ids == expected(5)
+
+
+async def test_the_count_of_stale_events_does_not_decrease_when_a_worker_leaves(rigs: RouterRigs) -> None:
+    async with rigs.start(decode=2) as rig:
+        stray = worker_pb2.StepTokens(request_id="ghost", attempt=4, first_index=3, token_ids=[50])
+        rig.fleet.decode["d1"].send_to_all(worker_pb2.DecodeEvents(events=[worker_pb2.DecodeEvent(tokens=stray)]))
+        await eventually(lambda: rig.router.pool.num_stale_events == 1, "it was counted")
+        await rig.fleet.deregister("d1")
+        await rig.fleet.kill("d1")
+        await eventually(lambda: len(rig.router.pool.workers) == 2, "the worker has left")
+        assert rig.router.pool.num_stale_events == 1
 
 
 async def test_work_that_nobody_waits_for_is_stopped(rigs: RouterRigs) -> None:

@@ -28,6 +28,7 @@ from pdserve.testing.fake_engine import FakeEngines, expected
 from pdserve.testing.waiting import eventually
 from pdserve.testing.worker_client import ScriptedRouter
 from pdserve.types import GenerationJob
+from pdserve.worker.engine_thread import MAX_CONSECUTIVE_FAILURES
 from prefill_worker.service import PrefillService
 
 ROLES = ("prefill", "decode")
@@ -236,9 +237,9 @@ async def test_worker_whose_name_was_taken_over_drains_and_ends(
 
 async def test_engine_that_keeps_failing_ends_the_worker(config: Config) -> None:
     async with running("prefill", config) as (cluster, worker, engines):
-        engines.engine.fail_next(*[RuntimeError("device lost")] * 3)
+        engines.engine.fail_next(*[RuntimeError("device lost")] * MAX_CONSECUTIVE_FAILURES)
         async with ScriptedRouter(("prefill", worker.host.info.address)) as router:
-            for i in range(3):
+            for i in range(MAX_CONSECUTIVE_FAILURES):
                 key = await router.submit(one_token_job(router, str(i)), [])
                 await router.finished(key)
                 failure = router.failure(key)

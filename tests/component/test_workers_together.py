@@ -448,7 +448,9 @@ async def test_engine_exception_fails_the_requests_of_that_step_only(config: Con
             key = await r.submit(prompt_of(30))
             await r.router.finished(key)
             failure = r.router.failure(key)
-            assert failure is not None and failure.code == "internal"
+            assert failure is not None and failure.code == "internal" and failure.retryable
+            worker = (r.cluster.prefill if engine is r.prefill[0] else r.cluster.decode)[0]
+            assert failure.blame == worker.host.worker_id
             await r.cluster.quiet()
             await r.works()
 
@@ -496,6 +498,24 @@ async def test_draining_prefill_worker_waits_until_its_kv_has_been_taken(config:
         await eventually(
             lambda: r.router.sessions[0].stats is not None and r.router.sessions[0].stats.draining, "routers know"
         )
+
+
+async def test_prompt_whose_only_decode_worker_drains_is_given_back_to_the_router(config: Config) -> None:
+    async with rig(config) as r:
+        r.decode[0].pause()
+        running = await r.submit(prompt_of(30), 30)
+        await r.decode[0].paused()
+        worker = r.cluster.decode[0]
+        drain = worker.host.tasks.spawn(worker.drain(), "drain")
+        await eventually(lambda: worker.stats().draining, "it drains")
+        refused = await r.submit(prompt_of(31))
+        await r.router.finished(refused)
+        failure = r.router.failure(refused)
+        assert failure is not None and failure.code == "unavailable" and failure.retryable
+        assert failure.blame == worker.host.worker_id
+        r.decode[0].resume()
+        await r.router.finished(running)
+        await drain
 
 
 async def test_draining_decode_worker_finishes_its_streams_and_takes_no_new_one(config: Config) -> None:

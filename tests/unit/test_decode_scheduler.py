@@ -81,6 +81,7 @@ class World:
         self.blocks = WatchedBlocks(self.num_blocks, BlockHasher(model_fingerprint="m", block_size=16))
         self.blocks.may_close = self.check_close
         self.scheduler = DecodeScheduler(
+            worker_id="d1",
             blocks=self.blocks,
             max_batch_size=self.max_batch_size,
             reserve_tokens=self.reserve_tokens,
@@ -504,7 +505,7 @@ def test_engine_failure_ends_the_sequences_of_that_step_only() -> None:
     w.step = []
     w.scheduler.step_failed(InternalError("boom"))
     w.settle()
-    assert [e.code for e in w.of("a") if isinstance(e, JobFailed)] == ["internal"]
+    assert w.of("a") == [JobFailed(id=key("a"), code="internal", message="boom", retryable=True, blame="d1")]
     assert [t.key for t in w.plan()] == [key("b")]
 
 
