@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.text import Text
 
 from pdserve.cli.options import config_options, json_option, read_config
+from pdserve.cli.printable import printable
 from pdserve.cli.records import generation_record
 from pdserve.cli.signals import catch_stop_signals
 from pdserve.cli.tables import make_console
@@ -138,7 +139,7 @@ def _show(prompt: str, stream: GenerationStream, console: Console, stopping: thr
     console.print()
     console.print(Text.assemble(("> ", "bold cyan"), (prompt, "bold")))
     for delta in stream:
-        console.out(delta.text, end="", highlight=False)
+        console.out(printable(delta.text), end="", highlight=False)
         console.file.flush()
         if stopping.is_set():
             raise CancelledError("the demo was interrupted")

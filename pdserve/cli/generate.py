@@ -11,6 +11,7 @@ import click
 
 from pdserve.cli.logprobs import logprob_records, logprob_table
 from pdserve.cli.options import json_option, router_address, router_options
+from pdserve.cli.printable import printable
 from pdserve.cli.prompt import read_prompt
 from pdserve.cli.records import generation_record
 from pdserve.cli.tables import make_console
@@ -114,13 +115,15 @@ def generate(
         options["seed"] = seed
     if model is not None:
         options["model"] = model
+    # A file gets the text as it is.
+    for_people = sys.stdout.isatty()
     with (
         Client(router_address(router), timeout_s=timeout_s) as client,
         client.stream(text if raw else None, **options) as stream,
     ):
         for delta in stream:
             if not as_json:
-                sys.stdout.write(delta.text)
+                sys.stdout.write(printable(delta.text) if for_people else delta.text)
                 sys.stdout.flush()
         result = stream.result()
         if not as_json:
