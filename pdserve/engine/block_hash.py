@@ -3,8 +3,8 @@
     hash[i] = H(hash[i - 1] | tokens of block i)      hash[-1] = H(scope)
 
 The chain makes position and everything before it part of a name: equal tokens elsewhere have another one. The scope is
-what else the bytes depend on: the model's weights and the block size; a salt keeps apart what must not share. Nothing
-in it depends on the process (no `hash()`), so every worker of a cluster gives the same block the same name.
+what else the bytes depend on: the model's weights and the block size. Nothing in it depends on the process (no
+`hash()`), so every worker of a cluster gives the same block the same name.
 
 H is BLAKE2b with 128 bits: token ids are the clients' choice, and with a hash made for speed alone a client could craft
 two prompts with one name, and read another's KV. It takes about a microsecond per block.
@@ -47,8 +47,8 @@ class BlockHashes:
 class BlockHasher:
     """Makes chains of one scope."""
 
-    def __init__(self, *, model_fingerprint: str, block_size: int, salt: str = "") -> None:
-        scope = "\0".join(("pdserve-kv-1", model_fingerprint, str(block_size), salt))
+    def __init__(self, *, model_fingerprint: str, block_size: int) -> None:
+        scope = "\0".join(("pdserve-kv-1", model_fingerprint, str(block_size)))
         self._root = hashlib.blake2b(scope.encode(), digest_size=DIGEST_NBYTES).digest()
         self.block_size = block_size
 

@@ -84,7 +84,7 @@ def _compiling() -> Iterator[None]:
         fcntl.flock(lock, fcntl.LOCK_EX)
         done = directory / "compiled"
         if not done.exists():
-            log.info("compiling kernels for this CPU (%s), once per version: about 20 s", selected_isa())
+            log.info("compiling kernels for this CPU (%s), once per version: half a minute or so", selected_isa())
         began = time.monotonic()
         yield
         if not done.exists():

@@ -10,8 +10,9 @@ All matrices lie in one byte arena; each is cut into tiles of sixteen output row
 
 so that a kernel reads its weights front to back. Rows and inputs are padded with zeros to whole tiles and blocks.
 
-What is stored as Q4_0, Q4_1 or Q8_0 is taken as it is, without decoding. Everything else is converted once: measured
-on SmolLM2 against its own weights, Q8_0 costs about as much as the rounding of activations does, Q4_1 ten times that.
+What is stored as Q4_0, Q4_1 or Q8_0 is taken as it is, without decoding. Everything else is converted once.
+What that costs, on 612 tokens of chats with SmolLM2 (stored as Q4_1), as KL divergence from float32 in nats: as stored
+0.0019, made into Q8_0 0.0043, into Q4_1 again 0.050, into F16 less than 0.00001.
 """
 
 from __future__ import annotations
