@@ -1,8 +1,7 @@
 """The KV memory: one block-major allocation, seen by attention as tensors and by the transfer layer as bytes.
 
-Bytes move as 32-bit words in whole contiguous block ranges (bfloat16 has no numpy dtype). On CPU the transfer layer
-reads the pool itself, see `host_store.py`; a device pool is gathered into, or scattered from, a contiguous staging
-buffer.
+On CPU the transfer layer reads the pool itself, see `host_store.py`; a device pool is gathered into, or scattered from,
+a contiguous staging buffer.
 """
 
 from __future__ import annotations
@@ -11,11 +10,12 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Protocol
 
+import numpy as np
 import torch
 
 from pdserve.engine.device import TORCH_DTYPES
-from pdserve.engine.host_store import bytes_of, check_range, words_of
-from pdserve.kv_layout import KvLayout
+from pdserve.engine.host_store import check_range, words_of
+from pdserve.kv_layout import HeadRange, KvLayout
 
 
 class BlockPool:
@@ -51,7 +51,7 @@ class Staging(Protocol):
         """Where transfer work runs; entered work starts after the last computation that was submitted before."""
 
     def host_buffer(self, shape: tuple[int, ...]) -> torch.Tensor:
-        """An int32 host tensor that the device can copy from and to."""
+        """A contiguous int32 host tensor that the device can copy from and to."""
 
     def wait(self) -> None:
         """Return when all work submitted inside `transferring` by this thread is complete."""
@@ -62,7 +62,6 @@ class StagedBlockStore:
 
     def __init__(self, pool: BlockPool, staging: Staging) -> None:
         self._pool = pool
-        self._words = pool.words
         self._staging = staging
 
     @property
@@ -70,31 +69,50 @@ class StagedBlockStore:
         """Geometry of the blocks."""
         return self._pool.layout
 
-    def read(self, blocks: Sequence[int], layer_begin: int, layer_end: int) -> list[memoryview]:
+    def read(
+        self, blocks: Sequence[int], layer_begin: int, layer_end: int, heads: HeadRange | None = None
+    ) -> list[memoryview]:
         """One read-only view of a host copy of the blocks; it owns its memory."""
-        check_range(self.layout, self._pool.num_blocks, blocks, layer_begin, layer_end)
-        buffer = self._staging.host_buffer((len(blocks), layer_end - layer_begin, self._words.shape[2]))
+        begin, end = check_range(self.layout, self._pool.num_blocks, blocks, layer_begin, layer_end, heads)
+        nbytes = len(blocks) * (layer_end - layer_begin) * 2 * (end - begin) * self.layout.head_nbytes
+        buffer = self._staging.host_buffer((nbytes // 4,))
         with self._staging.transferring():
-            gathered = self._words[:, layer_begin:layer_end].index_select(0, self._index(blocks))
-            buffer.copy_(gathered, non_blocking=True)
+            part = self._pool.kv[:, layer_begin:layer_end, :, begin:end]
+            gathered = part.index_select(0, self._index(blocks))
+            buffer.copy_(gathered.view(-1).view(torch.int32), non_blocking=True)
             self._staging.wait()
-        return [bytes_of(buffer.numpy())]
+        return [buffer.numpy().data.cast("B").toreadonly()]
 
-    def write(self, blocks: Sequence[int], layer_begin: int, layer_end: int, data: memoryview) -> None:
+    def views(
+        self, blocks: Sequence[int], layer_begin: int, layer_end: int, heads: HeadRange | None = None
+    ) -> list[memoryview] | None:
+        """None: the host does not see the memory of a device."""
+        return None
+
+    def write(
+        self,
+        blocks: Sequence[int],
+        layer_begin: int,
+        layer_end: int,
+        data: memoryview,
+        heads: HeadRange | None = None,
+    ) -> None:
         """Copy `data` into the blocks. Raises ValueError if its length does not fit."""
-        check_range(self.layout, self._pool.num_blocks, blocks, layer_begin, layer_end)
-        source = words_of(self.layout, len(blocks), layer_end - layer_begin, data)
-        buffer = self._staging.host_buffer(source.shape)
-        buffer.numpy()[...] = source
+        begin, end = check_range(self.layout, self._pool.num_blocks, blocks, layer_begin, layer_end, heads)
+        source = words_of(self.layout, len(blocks), layer_end - layer_begin, end - begin, data)
+        buffer = self._staging.host_buffer((source.nbytes // 4,))
+        buffer.numpy()[...] = source.reshape(-1).view(np.int32)
         with self._staging.transferring():
-            arrived = buffer.to(self._words.device, non_blocking=True)
-            self._words[:, layer_begin:layer_end].index_copy_(0, self._index(blocks), arrived)
+            part = self._pool.kv[:, layer_begin:layer_end, :, begin:end]
+            arrived = buffer.to(part.device, non_blocking=True)
+            shape = (len(blocks), *part.shape[1:])
+            part.index_copy_(0, self._index(blocks), arrived.view(part.dtype).view(shape))
             self._staging.wait()
 
     def _index(self, blocks: Sequence[int]) -> torch.Tensor:
         index = self._staging.host_buffer((len(blocks),))
         index.numpy()[...] = blocks
-        return index.to(self._words.device, non_blocking=True).long()
+        return index.to(self._pool.kv.device, non_blocking=True).long()
 
 
 class CudaStaging:

@@ -1,8 +1,4 @@
-"""A KV pool in host memory as bytes, for the transfer layer. Knows no engine and no torch.
-
-Bytes move as 32-bit words in whole contiguous block ranges. (Indexed assignment to a uint8 view moves the same bytes
-many times slower.)
-"""
+"""A KV pool in host memory as bytes, for the transfer layer. Knows no engine and no torch."""
 
 from __future__ import annotations
 
@@ -11,7 +7,10 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from pdserve.kv_layout import KvLayout
+from pdserve.kv_layout import HeadRange, KvLayout
+
+Words = npt.NDArray[np.int16]
+"""Bytes move as 16-bit words: no dtype is narrower, and bfloat16 has no numpy type."""
 
 
 class HostBlockStore:
@@ -20,46 +19,77 @@ class HostBlockStore:
     def __init__(self, layout: KvLayout, words: npt.NDArray[np.int32]) -> None:
         """`words` is the pool, [num_blocks, num_layers, words of a layer], C-contiguous."""
         self._layout = layout
-        self._words = words
+        shape = (len(words), layout.num_layers, 2, layout.num_kv_heads, layout.head_nbytes // 2)
+        self._words: Words = words.view(np.int16).reshape(shape)
 
     @property
     def layout(self) -> KvLayout:
         """Geometry of the blocks."""
         return self._layout
 
-    def read(self, blocks: Sequence[int], layer_begin: int, layer_end: int) -> list[memoryview]:
-        """Read-only views of the pool: one per block, or per run of consecutive blocks if all layers are asked for."""
-        check_range(self._layout, len(self._words), blocks, layer_begin, layer_end)
-        if layer_begin == 0 and layer_end == self._layout.num_layers:
-            return [bytes_of(self._words[begin:end]) for begin, end in _runs(blocks)]
-        return [bytes_of(self._words[block, layer_begin:layer_end]) for block in blocks]
+    def read(
+        self, blocks: Sequence[int], layer_begin: int, layer_end: int, heads: HeadRange | None = None
+    ) -> list[memoryview]:
+        """Read-only views of the pool, as long as they can be: a run of consecutive whole blocks is one piece."""
+        return [view.toreadonly() for view in self.views(blocks, layer_begin, layer_end, heads)]
 
-    def write(self, blocks: Sequence[int], layer_begin: int, layer_end: int, data: memoryview) -> None:
+    def views(
+        self, blocks: Sequence[int], layer_begin: int, layer_end: int, heads: HeadRange | None = None
+    ) -> list[memoryview]:
+        """Like `read`, but writable."""
+        begin, end = check_range(self._layout, len(self._words), blocks, layer_begin, layer_end, heads)
+        if end - begin < self._layout.num_kv_heads:
+            return [
+                self._words[block, layer, part, begin:end].data.cast("B")
+                for block in blocks
+                for layer in range(layer_begin, layer_end)
+                for part in range(2)
+            ]
+        if layer_end - layer_begin < self._layout.num_layers:
+            return [self._words[block, layer_begin:layer_end].data.cast("B") for block in blocks]
+        return [self._words[first:last].data.cast("B") for first, last in _runs(blocks)]
+
+    def write(
+        self,
+        blocks: Sequence[int],
+        layer_begin: int,
+        layer_end: int,
+        data: memoryview,
+        heads: HeadRange | None = None,
+    ) -> None:
         """Copy `data` into the blocks. Raises ValueError if its length does not fit."""
-        check_range(self._layout, len(self._words), blocks, layer_begin, layer_end)
-        source = words_of(self._layout, len(blocks), layer_end - layer_begin, data)
+        begin, end = check_range(self._layout, len(self._words), blocks, layer_begin, layer_end, heads)
+        source = words_of(self._layout, len(blocks), layer_end - layer_begin, end - begin, data)
         for block, piece in zip(blocks, source, strict=True):
-            self._words[block, layer_begin:layer_end] = piece
+            self._words[block, layer_begin:layer_end, :, begin:end] = piece
 
 
-def check_range(layout: KvLayout, num_blocks: int, blocks: Sequence[int], layer_begin: int, layer_end: int) -> None:
-    """Assert that these blocks and layers exist."""
+def check_range(
+    layout: KvLayout,
+    num_blocks: int,
+    blocks: Sequence[int],
+    layer_begin: int,
+    layer_end: int,
+    heads: HeadRange | None,
+) -> HeadRange:
+    """Assert that these blocks, layers and heads exist, and give the range of heads that is meant."""
     assert 0 <= layer_begin < layer_end <= layout.num_layers, f"no layers [{layer_begin}, {layer_end})"
     # A negative index would silently reach another request's block.
     assert len(blocks) > 0 and min(blocks) >= 0 and max(blocks) < num_blocks, f"no such blocks: {list(blocks)}"
+    begin, end = (0, layout.num_kv_heads) if heads is None else heads
+    assert 0 <= begin < end <= layout.num_kv_heads, f"no heads [{begin}, {end})"
+    return begin, end
 
 
-def bytes_of(words: npt.NDArray[np.int32]) -> memoryview:
-    """Contiguous words as a read-only view of bytes."""
-    return words.data.cast("B").toreadonly()
-
-
-def words_of(layout: KvLayout, num_blocks: int, num_layers: int, data: memoryview) -> npt.NDArray[np.int32]:
-    """Bytes as words [num_blocks, num_layers, words of a layer]. Raises ValueError if the length does not fit."""
-    expected = num_blocks * num_layers * layout.layer_nbytes
+def words_of(layout: KvLayout, num_blocks: int, num_layers: int, num_heads: int, data: memoryview) -> Words:
+    """Bytes as words [num_blocks, num_layers, 2, num_heads, words]. Raises ValueError if the length does not fit."""
+    expected = num_blocks * num_layers * 2 * num_heads * layout.head_nbytes
     if data.nbytes != expected:
-        raise ValueError(f"{data.nbytes} bytes do not fit {num_blocks} blocks x {num_layers} layers: {expected} bytes")
-    return np.frombuffer(data, dtype=np.int32).reshape(num_blocks, num_layers, layout.layer_nbytes // 4)
+        raise ValueError(
+            f"{data.nbytes} bytes do not fit {num_blocks} blocks x {num_layers} layers x {num_heads} heads: "
+            f"{expected} bytes"
+        )
+    return np.frombuffer(data, dtype=np.int16).reshape(num_blocks, num_layers, 2, num_heads, layout.head_nbytes // 2)
 
 
 def _runs(blocks: Sequence[int]) -> list[tuple[int, int]]:

@@ -23,7 +23,7 @@ import numpy as np
 
 from pdserve.errors import ModelLoadError
 from pdserve.model.gguf_types import TENSOR_TYPES
-from pdserve.model.tensors import StoredTensor, UInt8Array, map_file
+from pdserve.model.tensors import MappedFile, StoredTensor
 
 _MAGIC = b"GGUF"
 _VERSIONS = (2, 3)  # 1 had 32-bit lengths and has not been written since 2023.
@@ -68,17 +68,17 @@ def read_gguf(path: Path) -> GgufFile:
 
     Raises ModelLoadError, naming the file and the field at fault, if it cannot be read or is not a sound GGUF file.
     """
-    return _Parser(path, map_file(path)).parse()
+    return _Parser(path, MappedFile(path)).parse()
 
 
 class _Parser:
     """One walk over the header. `_where` names the field being read, for the error message."""
 
-    def __init__(self, path: Path, mapped: UInt8Array) -> None:
+    def __init__(self, path: Path, file: MappedFile) -> None:
         self._path = path
-        self._mapped = mapped
-        self._view = mapped.data
-        self._size = len(mapped)
+        self._file = file
+        self._view = file.data.data
+        self._size = len(file.data)
         self._pos = 0
         self._where = "header"
 
@@ -160,8 +160,10 @@ class _Parser:
             if end > self._size:
                 self._fail(f"ends at byte {end}, but the file has {self._size}: it is truncated or damaged")
             spans.append((begin, end, name))
-            data = self._mapped[begin:end]
-            tensors[name] = StoredTensor(name=name, type=tensor_type, shape=shape, data=data, file=self._path)
+            data = self._file.data[begin:end]
+            tensors[name] = StoredTensor(
+                name=name, type=tensor_type, shape=shape, data=data, file=self._path, mapped=self._file
+            )
         spans.sort()
         for (_, end, name), (begin, _, other) in itertools.pairwise(spans):
             if begin < end:
@@ -194,7 +196,7 @@ class _Parser:
         return [self._array(depth + 1) for _ in range(length)]
 
     def _numbers(self, type_id: int, dtype: str, length: int) -> np.ndarray[tuple[int], np.dtype[np.generic]]:
-        data = self._mapped[self._pos : self._advance(length * np.dtype(dtype).itemsize)]
+        data = self._file.data[self._pos : self._advance(length * np.dtype(dtype).itemsize)]
         if type_id != _BOOL:
             return data.view(dtype)
         if length and data.max() > 1:

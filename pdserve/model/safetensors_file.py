@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import NoReturn, TypeGuard
 
 from pdserve.errors import ModelLoadError
-from pdserve.model.tensors import StoredTensor, TensorType, map_file
+from pdserve.model.tensors import MappedFile, StoredTensor, TensorType
 
 _MAX_HEADER_NBYTES = 100_000_000  # The limit of the format's reference implementation.
 _TYPES = {
@@ -33,7 +33,8 @@ def read_safetensors(path: Path) -> dict[str, StoredTensor]:
 
     Raises ModelLoadError, naming the file and the tensor, if it cannot be read or is not a sound safetensors file.
     """
-    mapped = map_file(path)
+    file = MappedFile(path)
+    mapped = file.data
     if len(mapped) < 8:
         _fail(path, "header", f"needs 8 bytes, but the file has {len(mapped)}: it is truncated or damaged")
     data_begin = 8 + int.from_bytes(mapped[:8].tobytes(), "little")
@@ -61,7 +62,9 @@ def read_safetensors(path: Path) -> dict[str, StoredTensor]:
                 path, f"tensor {name!r}", f"has {end - begin} bytes, which do not fit {tensor_type.name} {list(shape)}"
             )
         spans.append((begin, end, name))
-        tensors[name] = StoredTensor(name=name, type=tensor_type, shape=shape, data=data[begin:end], file=path)
+        tensors[name] = StoredTensor(
+            name=name, type=tensor_type, shape=shape, data=data[begin:end], file=path, mapped=file
+        )
     spans.sort()
     for (_, end, name), (begin, _, other) in itertools.pairwise(spans):
         if begin < end:

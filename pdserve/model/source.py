@@ -61,7 +61,10 @@ class ModelSource:
     @cached_property
     def fingerprint(self) -> str:
         """Digest of configuration and weights: equal for the same files, different for other weights."""
-        return fingerprint(self.config, self._tensors.values())
+        try:
+            return fingerprint(self.config, self._tensors.values())
+        finally:
+            self.drop_pages()
 
     def tensor_names(self) -> list[str]:
         """Hugging Face names of all tensors, in the order of use. `lm_head.weight` is absent if it is tied."""
@@ -83,7 +86,7 @@ class ModelSource:
         if num_heads is None:
             return stored
         rows = stored.data.reshape(stored.shape[0], -1)[half_split_rows(num_heads, self.config.head_dim)]
-        return dataclasses.replace(stored, data=rows.reshape(-1))
+        return dataclasses.replace(stored, data=rows.reshape(-1), mapped=None)
 
     def tensor(self, name: str) -> Float32Array:
         """One tensor as float32, matrices as [outputs, inputs], query and key rows in half-split rotary order.
@@ -91,6 +94,11 @@ class ModelSource:
         The array is C-contiguous, writable and the caller's own. `name` must be one of `tensor_names`.
         """
         return dequantize(self.packed(name))
+
+    def drop_pages(self) -> None:
+        """Give back the memory of what has been read of the files so far; all tensors stay valid."""
+        for mapped in {tensor.mapped for tensor in self._tensors.values() if tensor.mapped is not None}:
+            mapped.drop_pages()
 
 
 def open_model(path_or_name: str) -> ModelSource:

@@ -7,6 +7,7 @@ little-endian and row-major.
 
 from __future__ import annotations
 
+import mmap
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,6 +35,27 @@ class TensorType:
         return row_elems // self.block_elems * self.block_nbytes
 
 
+class MappedFile:
+    """A whole file as read-only memory that is read when it is looked at; unmapped when the last view of it is gone."""
+
+    def __init__(self, path: Path) -> None:
+        """Raises ModelLoadError if it cannot be opened or is empty."""
+        assert sys.byteorder == "little", "model files are little-endian and are used in place"
+        try:
+            if path.stat().st_size == 0:
+                raise ModelLoadError(f"{path}: the file is empty", file=str(path))
+            with path.open("rb") as file:
+                self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        except OSError as e:
+            raise ModelLoadError(f"{path}: cannot be read: {e.strerror}", file=str(path)) from e
+        self.data: UInt8Array = np.frombuffer(self._map, np.uint8)
+
+    def drop_pages(self) -> None:
+        """Give back the memory of what has been looked at. Views stay valid: they read the file again, which the
+        system most likely still has in its cache."""
+        self._map.madvise(mmap.MADV_DONTNEED)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class StoredTensor:
     """One tensor of a file. `data` is a read-only view of the mapped file: nothing is read until it is looked at."""
@@ -46,18 +68,5 @@ class StoredTensor:
     data: UInt8Array
     """uint8 [rows * type.row_nbytes(shape[-1])]; rows can be picked and permuted without decoding them."""
     file: Path
-
-
-def map_file(path: Path) -> UInt8Array:
-    """The whole file as a read-only uint8 view that reads lazily; unmapped when the last view of it is gone.
-
-    Raises ModelLoadError if it cannot be opened.
-    """
-    assert sys.byteorder == "little", "model files are little-endian and are used in place"
-    try:
-        if path.stat().st_size == 0:
-            raise ModelLoadError(f"{path}: the file is empty", file=str(path))
-        mapped = np.memmap(path, dtype=np.uint8, mode="r")
-    except OSError as e:
-        raise ModelLoadError(f"{path}: cannot be read: {e.strerror}", file=str(path)) from e
-    return mapped.view(np.ndarray)
+    mapped: MappedFile | None = None
+    """What `data` is a view of, None if it has been copied out of the file."""

@@ -427,13 +427,14 @@ def test_a_cpu_worker_does_not_import_torch(models: Path) -> None:
 SERVE = """
 import json, sys
 from pdserve.engine.batch import SampleRequest, ScoreRequest, SequenceChunk, build_batch
-from pdserve.engine.cpu import draw, step
+from pdserve.engine.cpu import rendezvous, step, team_kernels
 from pdserve.engine.cpu.loader import load_cpu_engine
 from pdserve.model.source import open_model
 from pdserve.testing.reference import generate
 from pdserve.types import SamplingParams
 
-kernels = (step.step, step.head, step.attention_items, draw.draw)
+of_teams = (team_kernels.step, team_kernels.head, team_kernels.greedy, team_kernels.draw)
+kernels = (*of_teams, step.attention_items, rendezvous.wait_for)
 engine = load_cpu_engine(open_model(sys.argv[1]), num_blocks=40, num_threads=2)
 loaded = [len(kernel.signatures) for kernel in kernels]
 sampling = [SamplingParams(temperature=0.0), SamplingParams(temperature=1.0), SamplingParams(top_k=9, top_p=0.5)]
@@ -455,7 +456,7 @@ def test_serving_compiles_nothing_that_loading_has_not(models: Path) -> None:
         [sys.executable, "-c", SERVE, str(models / "head_dim 32, tied")], capture_output=True, text=True, check=True
     )
     loaded, served = json.loads(result.stdout)
-    assert loaded == served == [1, 1, 1, 1]
+    assert loaded == served == [1, 1, 1, 1, 1, 1]
 
 
 def test_the_engine_satisfies_the_protocol(models: Path) -> None:

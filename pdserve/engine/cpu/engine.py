@@ -7,14 +7,15 @@ A request's logits and KV bytes do not depend on batch, chunking, threads or pro
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
 
 from pdserve.engine.batch import Batch, SamplingBatch
-from pdserve.engine.cpu import draw as draw_kernels
-from pdserve.engine.cpu import step as step_kernels
+from pdserve.engine.cpu import team_kernels
 from pdserve.engine.cpu.shape import ModelShape
+from pdserve.engine.cpu.step import attention_items
 from pdserve.engine.cpu.team import Team
 from pdserve.engine.cpu.weights import PackedModel, WeightFormat
 from pdserve.engine.cpu.workspace import Workspace
@@ -26,8 +27,6 @@ from pdserve.model.config import ModelConfig
 from pdserve.model.quants import dequantize
 from pdserve.model.rope import rope_tables
 
-KV_ORDER = "K:dim,token V:token,dim"
-"""K is stored dimension by dimension inside a block, V token by token."""
 SCORED_ROWS = 64
 """Rows of logits at a time for log-probabilities of a prompt."""
 
@@ -46,7 +45,9 @@ def kv_layout(config: ModelConfig, block_size: int, weights: WeightFormat = "aut
         num_layers=config.num_layers,
         num_kv_heads=config.num_kv_heads,
         head_dim=config.head_dim,
-        order=f"{KV_ORDER} weights:{weights}",
+        k_order="dim,token",
+        v_order="token,dim",
+        numerics=f"cpu weights:{weights}",
     )
 
 
@@ -54,8 +55,17 @@ class CpuEngine:
     """Implements `Engine`."""
 
     def __init__(
-        self, config: ModelConfig, model: PackedModel, layout: KvLayout, *, num_blocks: int, threads: int
+        self,
+        config: ModelConfig,
+        model: PackedModel,
+        layout: KvLayout,
+        *,
+        num_blocks: int,
+        threads: int,
+        cpus: Sequence[int] | None = None,
     ) -> None:
+        """`cpus`: one for each thread to be pinned to; the calling thread, which has to call `forward` as well, is the
+        first."""
         block_size = layout.block_size
         self._config = config
         self._layout = layout
@@ -63,7 +73,7 @@ class CpuEngine:
         self._model = model
         self._shape = ModelShape(config, block_size)
         self._shape_vector = self._shape.vector
-        self._team = Team(threads)
+        self._team = Team(threads, cpus)
         self._work = Workspace(self._shape, threads)
         self._ids = np.empty((threads, config.vocab_size), np.int64)
         # No sequence is longer than the pool.
@@ -123,14 +133,15 @@ class CpuEngine:
         num_rows = len(batch.logit_rows)
         work.reserve(batch.num_tokens, num_rows)
         work.embeddings(batch.num_tokens)[...] = self._embed(batch.token_ids)
-        num_items = step_kernels.attention_items(batch.cu_seqlens, work.items)
+        num_items = attention_items(batch.cu_seqlens, self._shape.group, work.items)
         sequence = np.repeat(np.arange(batch.num_seqs), np.diff(batch.cu_seqlens))
         model = self._model
         self._team.run(
-            step_kernels.step, np.zeros(1 + self._config.num_layers, np.int64), self._shape_vector, model.arena,
+            team_kernels.step, np.zeros(1 + self._config.num_layers, np.int64), self._shape_vector, model.arena,
             model.matrices, model.floats, model.norms, self._cos, self._sin, batch.positions, sequence,
             batch.slot_mapping, batch.block_tables, work.items[:num_items], batch.logit_rows, self._eps, self._kv,
-            work.x, work.xn, work.xq, work.xs, work.xterm, work.y, work.scratch, work.logits_flat,
+            work.x, work.xn, work.xq, work.xs, work.xpair, work.inner, work.inner_q, work.inner_s, work.inner_pair,
+            work.y, work.scratch, work.logits_flat,
         )  # fmt: skip
         return work.logits(num_rows)
 
@@ -155,8 +166,8 @@ class CpuEngine:
             rows = scoring.rows[begin : begin + SCORED_ROWS]
             work.reserve(batch.num_tokens, len(rows))
             self._team.run(
-                step_kernels.head, np.zeros(1, np.int64), self._shape_vector, model.arena, model.matrices, model.floats,
-                model.norms, rows.astype(np.int32), self._eps, work.x, work.xn, work.xq, work.xs, work.xterm,
+                team_kernels.head, np.zeros(1, np.int64), self._shape_vector, model.arena, model.matrices, model.floats,
+                model.norms, rows.astype(np.int32), self._eps, work.x, work.xn, work.xq, work.xs, work.xpair,
                 work.logits_flat,
             )  # fmt: skip
             targets = scoring.target_ids[begin : begin + SCORED_ROWS]
@@ -175,7 +186,7 @@ class CpuEngine:
         run = self._team.run if len(tokens) >= SHARED_ROWS else self._team.run_alone
         if greedy.all():
             run(
-                draw_kernels.greedy, np.zeros(1, np.int64), self._work.logits_flat, self._shape.vocab_padded,
+                team_kernels.greedy, np.zeros(1, np.int64), self._work.logits_flat, self._shape.vocab_padded,
                 self._config.vocab_size, tokens,
             )  # fmt: skip
             return tokens
@@ -183,7 +194,7 @@ class CpuEngine:
         with np.errstate(divide="ignore"):
             log_min_p = np.log(sampling.min_p.astype(np.float64))
         run(
-            draw_kernels.draw, np.zeros(1, np.int64), self._work.logits_flat, self._shape.vocab_padded,
+            team_kernels.draw, np.zeros(1, np.int64), self._work.logits_flat, self._shape.vocab_padded,
             self._config.vocab_size, inverse_temperature.astype(np.float32), sampling.top_k.astype(np.int64),
             sampling.top_p.astype(np.float64), log_min_p, row_keys(sampling.seed, sampling.positions).astype(np.int64),
             self._ids, tokens,

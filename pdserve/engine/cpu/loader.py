@@ -4,26 +4,29 @@ from __future__ import annotations
 
 import fcntl
 import logging
+import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-import psutil
-
-from pdserve.cpus import available_cpus
+from pdserve.cpus import allowed_cores, available_cpus, share_cpus
 from pdserve.engine.batch import SampleRequest, ScoreRequest, SequenceChunk, build_batch
-from pdserve.engine.cpu.attention import SEGMENT
+from pdserve.engine.cpu.attention_tile import SEGMENT
 from pdserve.engine.cpu.engine import CpuEngine, kv_layout
 from pdserve.engine.cpu.isa import selected_isa
 from pdserve.engine.cpu.jit import cache_dir
 from pdserve.engine.cpu.shape import ModelShape
-from pdserve.engine.cpu.weights import WeightFormat, pack_model
+from pdserve.engine.cpu.weights import WeightFormat, pack_model, packed_nbytes
 from pdserve.engine.sizes import pool_blocks
 from pdserve.errors import ConfigError
+from pdserve.memory import available_memory
 from pdserve.model.source import ModelSource
 from pdserve.types import SamplingParams
 
 log = logging.getLogger(__name__)
+
+WORKING_NBYTES = 256 << 20
+"""Memory beside weights and pool: activations and logits of a large batch, the compiler while it works."""
 
 
 def load_cpu_engine(
@@ -34,11 +37,13 @@ def load_cpu_engine(
     kv_cache_bytes: int | None = None,
     block_size: int = 16,
     num_threads: int | None = None,
+    pin_threads: bool | Sequence[int] = False,
 ) -> CpuEngine:
     """Pack the weights of `source`, make a KV pool, and compile the kernels or read them from the cache.
 
     The pool has `num_blocks` blocks, or as many as fit in `kv_cache_bytes`: give one of the two. `num_threads` None
-    takes as many as this process may use cores.
+    takes as many as this process may use cores. `pin_threads` gives each a CPU of its own: one of those
+    listed, or of all that this process may use.
 
     Raises ConfigError, naming the setting, for one that is wrong or asks for more than the machine has.
     """
@@ -47,18 +52,56 @@ def load_cpu_engine(
     shape = ModelShape(source.config, block_size)
     layout = kv_layout(source.config, block_size, weights)
     blocks = pool_blocks(layout, num_blocks, kv_cache_bytes)
-    model = pack_model(source, shape, weights)
-    available = psutil.virtual_memory().available
-    if blocks * layout.block_nbytes > available:
-        raise ConfigError(
-            f"num_blocks: a KV pool of {blocks * layout.block_nbytes / 2**30:.2f} GiB does not fit in the "
-            f"{available / 2**30:.2f} GiB that are free; use fewer blocks",
-            field="num_blocks",
-        )
     threads = num_threads if num_threads is not None else available_cpus()
-    engine = CpuEngine(source.config, model, layout, num_blocks=blocks, threads=threads)
+    cpus = _cpus(pin_threads, threads)
+    pool_setting = "num_blocks" if kv_cache_bytes is None else "kv_cache_bytes"
+    _check_memory(packed_nbytes(source, weights), blocks * layout.block_nbytes, pool_setting)
+    model = pack_model(source, shape, weights)
+    engine = CpuEngine(source.config, model, layout, num_blocks=blocks, threads=threads, cpus=cpus)
     warm_up(engine)
     return engine
+
+
+def _check_memory(weights_nbytes: int, pool_nbytes: int, pool_setting: str) -> None:
+    """Refuse at start what would end in the OOM killer later: memory of the pool is taken only as it is used."""
+    available = available_memory()
+    if weights_nbytes + pool_nbytes + WORKING_NBYTES <= available:
+        return
+    gib = 2.0**30
+    needs = f"weights of {weights_nbytes / gib:.2f} GiB, a KV pool of {pool_nbytes / gib:.2f} GiB"
+    if weights_nbytes + WORKING_NBYTES > available:
+        setting, advice = "weights", "use a smaller model or format, or a machine or container with more memory"
+    else:
+        largest = (available - weights_nbytes - WORKING_NBYTES) / gib
+        setting, advice = pool_setting, f"use a KV pool of at most {largest:.2f} GiB"
+    raise ConfigError(
+        f"{setting}: {needs} and {WORKING_NBYTES / gib:.2f} GiB to work in do not fit in the {available / gib:.2f} GiB "
+        f"that are free; {advice}",
+        field=setting,
+    )
+
+
+def _cpus(pin_threads: bool | Sequence[int], threads: int) -> Sequence[int] | None:
+    """A CPU for each thread, None for no pinning. Raises ConfigError if there is none for some."""
+    if pin_threads is False:
+        return None
+    allowed = os.sched_getaffinity(0)
+    if pin_threads is True:
+        shares = share_cpus(allowed_cores(), 1, threads)
+        if shares is None:
+            raise ConfigError(
+                f"pin_threads: {threads} threads need a CPU each, but this process may use {len(allowed)}; "
+                "use fewer threads",
+                field="pin_threads",
+            )
+        return shares[0]
+    if not set(pin_threads) <= allowed or not len(set(pin_threads)) == len(pin_threads) == threads:
+        raise ConfigError(
+            f"pin_threads: {list(pin_threads)} must be {threads} different CPUs, one for each thread, of those that "
+            f"this process may use: {sorted(allowed)}",
+            field="pin_threads",
+        )
+    return pin_threads
 
 
 def warm_up(engine: CpuEngine) -> None:

@@ -15,19 +15,30 @@ from pdserve.engine.cpu.jit import OPTIONS
 _LOG2E = np.float32(1.4426950408889634)
 _LN2_HIGH = np.float32(0.693359375)
 _LN2_LOW = np.float32(-2.12194440e-4)
-_NOTHING = np.float32(1e-36)
-"""Blocks that reach less far count as constant: 127 / reach would be infinite."""
+_STEPS = np.float32(1 / 126.5)
+_PER_ZERO = np.float32(1 / 8000)
+"""One over the largest zero point."""
+_ROUNDER = np.float32(12582912.0)
+_NOTHING = np.float32(1e-37)
+"""A block whose scale would be smaller counts as zeros: one over the scale would be infinite."""
 
 
 @njit(**OPTIONS)
 def exp(x):
-    """e**x in each lane, within 2 ulp for x in [-87, 88]; x is clamped to that range. exp(0) is exactly 1.
+    """e**x in each lane, within 2 ulp for x in [-86.5, 88]; x is clamped to that range. exp(0) is exactly 1.
 
     Range reduction by powers of two and the degree-6 polynomial of the Cephes library (expf).
     """
-    x = v.maximum(x, v.splat(np.float32(-87.0)))
-    x = v.sub(v.zero(), v.maximum(v.sub(v.zero(), x), v.splat(np.float32(-88.0))))
-    n = v.round_even(v.mul(x, v.splat(_LOG2E)))
+    return exp_of_negative(v.minimum(x, v.splat(np.float32(88.0))))
+
+
+@njit(**OPTIONS)
+def exp_of_negative(x):
+    """`exp` for x <= 88: without the clamp from above."""
+    x = v.maximum(x, v.splat(np.float32(-86.5)))
+    # Adding 1.5 * 2**23 leaves the nearest whole number in the lowest bits.
+    shifted = v.fma(x, v.splat(_LOG2E), v.splat(_ROUNDER))
+    n = v.sub(shifted, v.splat(_ROUNDER))
     f = v.fma(n, v.splat(-_LN2_HIGH), x)
     f = v.fma(n, v.splat(-_LN2_LOW), f)
     p = v.splat(np.float32(1.9875691500e-4))
@@ -38,7 +49,7 @@ def exp(x):
     p = v.fma(p, f, v.splat(np.float32(5.0000001201e-1)))
     p = v.fma(p, v.mul(f, f), f)
     p = v.add(p, v.splat(np.float32(1.0)))
-    return v.mul(p, v.exp2_int(v.to_int(n)))
+    return v.scale_by_low_bits(p, shifted)
 
 
 @njit(**OPTIONS)
@@ -55,36 +66,41 @@ def rms_norm(x, at, weight, weight_at, width, padded, eps, out, out_at):
 
 
 @njit(**OPTIONS)
-def quantize(x, at, width, xq, q_at, xs, xterm, s_at):
-    """Row of `width` float32 (a multiple of 32) to int8 q with a scale and an offset per 32 values.
-
-    x = scale * q + offset with offset = (max + min) / 2, scale = (max - min) / 254, q = round((x - offset) / scale),
-    halves to even, in [-127, 127]; a block of equal values gets scale 0. xs: float32, scales; xterm: float32, pairs
-    (scale * sum(q), offset).
-    """
+def quantize(x, at, width, xq, q_at, xs, xpair, s_at):
+    """Row of `width` float32 (a multiple of 32) to int8, see `quantize_block`."""
     for b in range(width // BLOCK):
         low = v.load(x, at + b * BLOCK)
         high = v.load(x, at + b * BLOCK + 16)
-        top = v.max_lanes(v.maximum(low, high))
-        bottom = v.min_lanes(v.minimum(low, high))
-        # Halves first: the sum and the difference of large values must not overflow.
-        offset = np.float32(0.5) * top + np.float32(0.5) * bottom
-        reach = np.float32(0.5) * top - np.float32(0.5) * bottom
-        inverse = v.splat(np.float32(127.0) / reach if reach > _NOTHING else np.float32(0.0))
-        centre = v.splat(offset)
-        # The ends are 127 steps from the centre but for rounding, which must not make them 128.
-        limit = v.splat(np.float32(127.0))
-        floor = v.splat(np.float32(-127.0))
-        q_low = v.mul(v.sub(low, centre), inverse)
-        q_high = v.mul(v.sub(high, centre), inverse)
-        i_low = v.to_int(v.round_even(v.maximum(v.minimum(q_low, limit), floor)))
-        i_high = v.to_int(v.round_even(v.maximum(v.minimum(q_high, limit), floor)))
-        v.store_i8(xq, q_at + b * BLOCK, i_low)
-        v.store_i8(xq, q_at + b * BLOCK + 16, i_high)
-        scale = reach / np.float32(127.0)
-        xs[s_at + b] = scale
-        xterm[2 * (s_at + b)] = scale * np.float32(v.sum_lanes_i32(v.add_i32(i_low, i_high)))
-        xterm[2 * (s_at + b) + 1] = offset
+        quantize_block(low, high, xq, q_at + b * BLOCK, xs, xpair, s_at + b)
+
+
+@njit(**OPTIONS)
+def quantize_block(low, high, xq, q_at, xs, xpair, s_at):
+    """32 values to int8 q with a scale s and a zero point z: x = s (q - z).
+
+    s = (max - min) / 253, or more where the zero point would not fit: |(max + min) / 2| / 8000; z =
+    -round((max + min) / 2 / s); q = round(x / s) + z, halves to even, which is in [-127, 127]. A block of zeros gets
+    s = 0. xs: float32, s; xpair: int32, sum(q) in the lower 16 bits and -z in the upper.
+    """
+    top, bottom = v.range_of_lanes(v.maximum(low, high), v.minimum(low, high))
+    # Halves first: the sum and the difference of large values must not overflow.
+    middle = np.float32(0.5) * top + np.float32(0.5) * bottom
+    reach = np.float32(0.5) * top - np.float32(0.5) * bottom
+    scale = max(reach * _STEPS, abs(middle) * _PER_ZERO)
+    usable = scale > _NOTHING
+    inverse = np.float32(1.0) / scale if usable else np.float32(0.0)
+    steps = v.splat(inverse)
+    # Adding 1.5 * 2**23 leaves the nearest whole number in the lowest bits.
+    rounder = v.splat(_ROUNDER)
+    shifted_centre = middle * inverse + _ROUNDER
+    centre = v.splat(shifted_centre - _ROUNDER)
+    i_low = v.to_int(v.sub(v.sub(v.add(v.mul(low, steps), rounder), rounder), centre))
+    i_high = v.to_int(v.sub(v.sub(v.add(v.mul(high, steps), rounder), rounder), centre))
+    v.store_i8(xq, q_at, i_low)
+    v.store_i8(xq, q_at + 16, i_high)
+    xs[s_at] = scale if usable else np.float32(0.0)
+    total = v.sum_lanes_i32(v.add_i32(i_low, i_high))
+    xpair[s_at] = np.int32((np.int64(shifted_centre - _ROUNDER) << 16) | (np.int64(total) & 0xFFFF))
 
 
 @njit(**OPTIONS)
@@ -100,10 +116,21 @@ def rotate(y, at, half, cos, sin, table_at, scale):
 
 
 @njit(**OPTIONS)
-def gate(y, at, padded, out, out_at):
-    """out = silu(y[0:padded]) * y[padded:2*padded]."""
-    one = v.splat(np.float32(1.0))
-    for i in range(0, padded, 16):
-        g = v.load(y, at + i)
-        e = exp(v.sub(v.zero(), g))
-        v.store(out, out_at + i, v.mul(v.div(g, v.add(one, e)), v.load(y, at + padded + i)))
+def gated(g, up):
+    """silu(g) * up in each lane."""
+    e = exp(v.sub(v.zero(), g))
+    return v.mul(v.div(g, v.add(v.splat(np.float32(1.0)), e)), up)
+
+
+@njit(**OPTIONS)
+def gate_block(g, up, at, tiles, out, out_at, quantized, xq, q_at, xs, xpair, s_at):
+    """`gated` of 32 values, or of 16 and 16 zeros if `tiles` is 1: quantised, or to float32 `out`."""
+    low = gated(v.load(g, at), v.load(up, at))
+    high = v.zero()
+    if tiles > 1:
+        high = gated(v.load(g, at + 16), v.load(up, at + 16))
+    if quantized:
+        quantize_block(low, high, xq, q_at, xs, xpair, s_at)
+    else:
+        v.store(out, out_at, low)
+        v.store(out, out_at + 16, high)

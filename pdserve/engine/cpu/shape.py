@@ -18,6 +18,9 @@ from pdserve.model.config import ModelConfig
 Q, K, V, O, GATE, UP, DOWN, MATRICES_PER_LAYER = range(8)  # noqa: E741 - the projections' usual names
 """Matrices of a layer, in the order of their rows in `PackedModel.matrices`."""
 
+MAX_HEAD_DIM = 256
+"""Rows of queries in the scratch memory of attention are so long."""
+
 
 def padded(n: int, multiple: int) -> int:
     """`n` rounded up to a multiple."""
@@ -32,10 +35,11 @@ class ModelShape:
     block_size: int
 
     def __post_init__(self) -> None:
-        """Raises ModelLoadError for a head size that does not fill vectors."""
-        if self.config.head_dim % ROWS:
+        """Raises ModelLoadError for a head size that does not fill vectors, or is too large."""
+        head_dim = self.config.head_dim
+        if head_dim % ROWS or head_dim > MAX_HEAD_DIM:
             raise ModelLoadError(
-                f"head_dim is {self.config.head_dim}, but the CPU engine needs a multiple of {ROWS}; "
+                f"head_dim is {head_dim}, but the CPU engine needs a multiple of {ROWS} up to {MAX_HEAD_DIM}; "
                 "set engine.kind: torch",
                 field="head_dim",
             )

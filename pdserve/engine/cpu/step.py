@@ -11,11 +11,11 @@ import numpy as np
 from numba import njit
 
 from pdserve.engine.cpu import vec as v
-from pdserve.engine.cpu.attention import TILE_TOKENS, attend
-from pdserve.engine.cpu.formats import BLOCK, F16, ROWS
-from pdserve.engine.cpu.gemm import gemm
+from pdserve.engine.cpu.attention import attend, tile_tokens
+from pdserve.engine.cpu.formats import BLOCK, F16, ROWS, STRIP
+from pdserve.engine.cpu.gemm import TOKEN_BLOCK, gemm
 from pdserve.engine.cpu.jit import OPTIONS
-from pdserve.engine.cpu.ops import gate, quantize, rms_norm, rotate
+from pdserve.engine.cpu.ops import gate_block, quantize, rms_norm, rotate
 from pdserve.engine.cpu.shape import (
     ATTENTION_PADDED,
     BLOCK_SIZE,
@@ -64,6 +64,12 @@ def share(n, thread, threads):
 
 
 @njit(**OPTIONS)
+def share_strips(tiles, thread, threads):
+    """The strips [begin, end) of a matrix with so many tiles that one thread does."""
+    return share((tiles + STRIP - 1) // STRIP, thread, threads)
+
+
+@njit(**OPTIONS)
 def _clear(row, begin, end):
     """Zeros in the padding of a row: an earlier batch has left values there that would decide the scale of a block, or
     that are not even numbers and would spoil a product with weights of zero."""
@@ -73,7 +79,8 @@ def _clear(row, begin, end):
 
 @njit(**OPTIONS)
 def step(thread, threads, counters, shape, arena, matrices, floats, norms, cos, sin, positions, sequence, slots, tables,
-         items, logit_rows, eps, kv, x, xn, xq, xs, xterm, y, scratch, logits):  # fmt: skip
+         items, logit_rows, eps, kv, x, xn, xq, xs, xpair, inner, inner_q, inner_s, inner_pair, y, scratch,
+         logits):  # fmt: skip
     """The K/V of a batch into the pool, its final hidden rows into x, and the logits of `logit_rows`.
 
     counters: int64, zeros (barrier, then one attention counter per layer); shape, arena, matrices, floats, norms: see
@@ -102,6 +109,9 @@ def step(thread, threads, counters, shape, arena, matrices, floats, norms, cos, 
     scale = np.float32(1.0) / np.sqrt(np.float32(head_dim))
     one = np.float32(1.0)
     my_scratch = scratch[thread]
+    # Not used at the same time as by attention.
+    my_gate = my_scratch[: TOKEN_BLOCK * BLOCK]
+    my_up = my_scratch[TOKEN_BLOCK * BLOCK :]
     t0, t1 = share(tokens, thread, threads)
     passed = np.int64(0)
     for layer in range(layers):
@@ -111,12 +121,12 @@ def step(thread, threads, counters, shape, arena, matrices, floats, norms, cos, 
         for t in range(t0, t1):
             rms_norm(x, t * hp, floats, norms[layer, 0], hidden, hp, eps, xn, t * hp)
             if quantized:
-                quantize(xn, t * hp, hp, xq, t * hp, xs, xterm, t * (hp // BLOCK))
+                quantize(xn, t * hp, hp, xq, t * hp, xs, xpair, t * (hp // BLOCK))
         passed = barrier(counters, threads, passed)
         column = np.int64(0)
         for i in range(3):
-            b, e = share(matrices[m + i, 2], thread, threads)
-            gemm(arena, matrices[m + i], floats, b, e, xn, xq, xs, xterm, y, column, width, tokens, False)
+            b, e = share_strips(matrices[m + i, 2], thread, threads)
+            gemm(arena, matrices[m + i], floats, b, e, xn, xq, xs, xpair, 0, tokens, y, column, width, False)
             column += matrices[m + i, 2] * ROWS
         passed = barrier(counters, threads, passed)
         k_column = heads * head_dim
@@ -162,40 +172,57 @@ def step(thread, threads, counters, shape, arena, matrices, floats, norms, cos, 
             for t in range(t0, t1):
                 _clear(xn, t * ap + heads * head_dim, (t + 1) * ap)
                 if quantized:
-                    quantize(xn, t * ap, ap, xq, t * ap, xs, xterm, t * (ap // BLOCK))
+                    quantize(xn, t * ap, ap, xq, t * ap, xs, xpair, t * (ap // BLOCK))
             passed = barrier(counters, threads, passed)
-        b, e = share(matrices[m + O, 2], thread, threads)
-        gemm(arena, matrices[m + O], floats, b, e, xn, xq, xs, xterm, x, np.int64(0), hp, tokens, True)
+        b, e = share_strips(matrices[m + O, 2], thread, threads)
+        gemm(arena, matrices[m + O], floats, b, e, xn, xq, xs, xpair, 0, tokens, x, 0, hp, True)
         passed = barrier(counters, threads, passed)
         quantized = matrices[m + GATE, 0] > F16 or matrices[m + UP, 0] > F16
         for t in range(t0, t1):
             rms_norm(x, t * hp, floats, norms[layer, 1], hidden, hp, eps, xn, t * hp)
             if quantized:
-                quantize(xn, t * hp, hp, xq, t * hp, xs, xterm, t * (hp // BLOCK))
-        passed = barrier(counters, threads, passed)
-        for i in range(2):
-            b, e = share(matrices[m + GATE + i, 2], thread, threads)
-            gemm(arena, matrices[m + GATE + i], floats, b, e, xn, xq, xs, xterm, y, i * fp, 2 * fp, tokens, False)
+                quantize(xn, t * hp, hp, xq, t * hp, xs, xpair, t * (hp // BLOCK))
         passed = barrier(counters, threads, passed)
         quantized = matrices[m + DOWN, 0] > F16
-        written = matrices[m + GATE, 2] * ROWS
-        for t in range(t0, t1):
-            gate(y, t * 2 * fp, fp, xn, t * fp)
-            _clear(xn, t * fp + written, (t + 1) * fp)
-            if quantized:
-                quantize(xn, t * fp, fp, xq, t * fp, xs, xterm, t * (fp // BLOCK))
+        b, e = share_strips(matrices[m + GATE, 2], thread, threads)
+        for first in range(0, tokens, TOKEN_BLOCK):
+            behind = min(first + TOKEN_BLOCK, tokens)
+            for strip in range(b, e):
+                # 32 columns of gate and up are one block of the input of down.
+                column = -(first + strip) * BLOCK
+                gemm(arena, matrices[m + GATE], floats, strip, strip + 1, xn, xq, xs, xpair, first, behind,
+                           my_gate, column, BLOCK, False)  # fmt: skip
+                gemm(arena, matrices[m + UP], floats, strip, strip + 1, xn, xq, xs, xpair, first, behind,
+                           my_up, column, BLOCK, False)  # fmt: skip
+                tiles = matrices[m + GATE, 2] - strip * STRIP
+                for t in range(first, behind):
+                    at = t * fp + strip * BLOCK
+                    gate_block(
+                        my_gate,
+                        my_up,
+                        (t - first) * BLOCK,
+                        tiles,
+                        inner,
+                        at,
+                        quantized,
+                        inner_q,
+                        at,
+                        inner_s,
+                        inner_pair,
+                        at // BLOCK,
+                    )
         passed = barrier(counters, threads, passed)
-        b, e = share(matrices[m + DOWN, 2], thread, threads)
-        gemm(arena, matrices[m + DOWN], floats, b, e, xn, xq, xs, xterm, x, np.int64(0), hp, tokens, True)
+        b, e = share_strips(matrices[m + DOWN, 2], thread, threads)
+        gemm(arena, matrices[m + DOWN], floats, b, e, inner, inner_q, inner_s, inner_pair, 0, tokens, x, 0, hp, True)
         passed = barrier(counters, threads, passed)
     _head(
-        thread, threads, counters, passed, shape, arena, matrices, floats, norms, logit_rows, eps, x, xn, xq, xs, xterm,
+        thread, threads, counters, passed, shape, arena, matrices, floats, norms, logit_rows, eps, x, xn, xq, xs, xpair,
         logits,
     )  # fmt: skip
 
 
 @njit(**OPTIONS)
-def _head(thread, threads, counters, passed, shape, arena, matrices, floats, norms, rows, eps, x, xn, xq, xs, xterm,
+def _head(thread, threads, counters, passed, shape, arena, matrices, floats, norms, rows, eps, x, xn, xq, xs, xpair,
           logits):  # fmt: skip
     """Final norm and LM head of some rows of x."""
     hp = shape[HIDDEN_PADDED]
@@ -208,24 +235,26 @@ def _head(thread, threads, counters, passed, shape, arena, matrices, floats, nor
     for r in range(r0, r1):
         rms_norm(x, rows[r] * hp, floats, norms[layers, 0], shape[HIDDEN], hp, eps, xn, r * hp)
         if matrices[m, 0] > F16:
-            quantize(xn, r * hp, hp, xq, r * hp, xs, xterm, r * (hp // BLOCK))
+            quantize(xn, r * hp, hp, xq, r * hp, xs, xpair, r * (hp // BLOCK))
     barrier(counters, threads, passed)
-    b, e = share(matrices[m, 2], thread, threads)
-    gemm(arena, matrices[m], floats, b, e, xn, xq, xs, xterm, logits, np.int64(0), shape[VOCAB_PADDED], n, False)
+    b, e = share_strips(matrices[m, 2], thread, threads)
+    gemm(arena, matrices[m], floats, b, e, xn, xq, xs, xpair, 0, n, logits, 0, shape[VOCAB_PADDED], False)
 
 
 @njit(**OPTIONS)
-def head(thread, threads, counters, shape, arena, matrices, floats, norms, rows, eps, x, xn, xq, xs, xterm, logits):
+def head(thread, threads, counters, shape, arena, matrices, floats, norms, rows, eps, x, xn, xq, xs, xpair, logits):
     """Logits of more rows of the batch that `step` has just computed."""
     _head(
-        thread, threads, counters, np.int64(0), shape, arena, matrices, floats, norms, rows, eps, x, xn, xq, xs, xterm,
+        thread, threads, counters, np.int64(0), shape, arena, matrices, floats, norms, rows, eps, x, xn, xq, xs, xpair,
         logits,
     )  # fmt: skip
 
 
 @njit(**OPTIONS)
-def attention_items(cu_seqlens, items):
+def attention_items(cu_seqlens, group, items):
     """Cut each sequence's query tokens into tiles; fills items (first token, tokens) and gives their number.
+
+    group: query heads per kv head.
 
     Long prompts come first in the list only if they do in the batch; threads take items as they become free.
     """
@@ -234,7 +263,7 @@ def attention_items(cu_seqlens, items):
         t = cu_seqlens[i]
         while t < cu_seqlens[i + 1]:
             items[n, 0] = t
-            items[n, 1] = min(TILE_TOKENS, cu_seqlens[i + 1] - t)
+            items[n, 1] = min(tile_tokens(group), cu_seqlens[i + 1] - t)
             t += items[n, 1]
             n += 1
     return n

@@ -1,8 +1,8 @@
 """The vector vocabulary of the CPU kernels: sixteen lanes of float32 or int32, and the few operations they need.
 
 numba compiles scalar Python; these intrinsics add vector-typed local variables to it. A kernel is written once in
-terms of sixteen lanes: LLVM keeps a vector in one register with AVX-512 and in two with AVX2, and only `dot4` and its
-relatives name instructions. Offsets count elements of the array passed in; no access is checked.
+terms of sixteen lanes: LLVM keeps a vector in one register with AVX-512 and in two with AVX2, and only the products of
+bytes in `tile.py` name instructions. Offsets count elements of the array passed in; no access is checked.
 
 Lanes are independent everywhere, so that the bits of a result do not depend on the width of the registers.
 """
@@ -16,8 +16,6 @@ from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic, models, register_model
-
-from pdserve.engine.cpu.isa import selected_isa
 
 LANES = 16
 
@@ -41,7 +39,6 @@ class _VectorModel(models.PrimitiveModel):  # type: ignore[misc]
 
 f32x16 = VectorType("f32x16", ir.VectorType(_f32, 16))
 i32x16 = VectorType("i32x16", ir.VectorType(_i32, 16))
-i8x64 = VectorType("i8x64", ir.VectorType(_i8, 64))
 
 
 def _address(context: Any, builder: Any, array_type: Any, array: Any, offset: Any, pointee: Any) -> Any:
@@ -143,27 +140,6 @@ def load_raw_f32(typingctx: Any, array: Any, offset: Any) -> Any:
 
 
 @intrinsic
-def load_bytes(typingctx: Any, array: Any, offset: Any) -> Any:
-    """Sixty-four bytes from byte `offset` of a byte array."""
-
-    def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        return _load(builder, _address(context, builder, sig.args[0], args[0], args[1], i8x64.llvm_type))
-
-    return i8x64(array, types.intp), codegen
-
-
-@intrinsic
-def broadcast4(typingctx: Any, array: Any, offset: Any) -> Any:
-    """Four consecutive bytes, repeated in each of the sixteen lanes."""
-
-    def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        word = _load(builder, _address(context, builder, sig.args[0], args[0], args[1], _i32))
-        return builder.bitcast(_splat(builder, word, i32x16.llvm_type), i8x64.llvm_type)
-
-    return i8x64(array, types.intp), codegen
-
-
-@intrinsic
 def store_i8(typingctx: Any, array: Any, offset: Any, value: Any) -> Any:
     """Write sixteen int32, each in [-128, 127], as int8."""
 
@@ -174,19 +150,6 @@ def store_i8(typingctx: Any, array: Any, offset: Any, value: Any) -> Any:
         return context.get_dummy_value()
 
     return types.void(array, types.intp, i32x16), codegen
-
-
-@intrinsic
-def prefetch(typingctx: Any, array: Any, offset: Any) -> Any:
-    """Ask for the cache line at `offset`; no effect on results."""
-
-    def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        pointer = _address(context, builder, sig.args[0], args[0], args[1], _i8)
-        flags = [ir.Constant(_i32, v) for v in (0, 3, 1)]  # read, keep in all levels, data
-        _call(builder, "llvm.prefetch.p0", ir.VoidType(), [pointer, *flags])
-        return context.get_dummy_value()
-
-    return types.void(array, types.intp), codegen
 
 
 # --- float32 lanes --------------------------------------------------------------------------------------------------
@@ -248,22 +211,6 @@ minimum = _binary(
 )
 
 
-def _unary(name: str, doc: str) -> Any:
-    @intrinsic
-    def operation(typingctx: Any, a: Any) -> Any:
-        def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-            return _call(builder, f"llvm.{name}.v16f32", f32x16.llvm_type, [args[0]])
-
-        return f32x16(f32x16), codegen
-
-    operation.__doc__ = doc
-    return operation
-
-
-absolute = _unary("fabs", "|a|")
-round_even = _unary("rint", "Nearest integer, halves to even")
-
-
 @intrinsic
 def fma(typingctx: Any, a: Any, b: Any, c: Any) -> Any:
     """a * b + c, rounded once."""
@@ -302,25 +249,42 @@ def max_lanes(typingctx: Any, a: Any) -> Any:
 
 
 @intrinsic
-def min_lanes(typingctx: Any, a: Any) -> Any:
-    """Smallest lane."""
+def range_of_lanes(typingctx: Any, tops: Any, bottoms: Any) -> Any:
+    """(largest lane of `tops`, smallest lane of `bottoms`)."""
 
     def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        return _tree(builder, args[0], lambda a, b: builder.select(builder.fcmp_ordered("<", a, b), a, b))
+        def larger(a: Any, b: Any) -> Any:
+            return builder.select(builder.fcmp_ordered(">", a, b), a, b)
 
-    return types.float32(f32x16), codegen
+        # Both in one tree: of the negated values, the smallest is the largest.
+        negated = builder.fneg(args[1])
+        vector = _join(
+            builder,
+            larger(_half(builder, args[0], 0), _half(builder, args[0], 1)),
+            larger(_half(builder, negated, 0), _half(builder, negated, 1)),
+        )
+        for distance in (4, 2, 1):
+            mask = ir.Constant(ir.VectorType(_i32, 16), [i ^ distance for i in range(16)])
+            vector = larger(vector, builder.shuffle_vector(vector, vector, mask))
+        top, bottom = (builder.extract_element(vector, ir.Constant(_i32, lane)) for lane in (0, 8))
+        return context.make_tuple(builder, sig.return_type, [top, builder.fneg(bottom)])
+
+    return types.UniTuple(types.float32, 2)(f32x16, f32x16), codegen
 
 
 @intrinsic
-def exp2_int(typingctx: Any, n: Any) -> Any:
-    """2 to the power of each lane of an int32 vector in [-126, 127]."""
+def scale_by_low_bits(typingctx: Any, value: Any, shifted: Any) -> Any:
+    """value * 2**n in each lane, n being the lowest nine bits of `shifted` as a signed number.
+
+    By adding to the exponent: both `value` and the result must be normal numbers.
+    """
 
     def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        bias = ir.Constant(i32x16.llvm_type, [127] * LANES)
+        bits, powers = (builder.bitcast(a, i32x16.llvm_type) for a in args)
         shift = ir.Constant(i32x16.llvm_type, [23] * LANES)
-        return builder.bitcast(builder.shl(builder.add(args[0], bias), shift), f32x16.llvm_type)
+        return builder.bitcast(builder.add(bits, builder.shl(powers, shift)), f32x16.llvm_type)
 
-    return f32x16(i32x16), codegen
+    return f32x16(f32x16, f32x16), codegen
 
 
 @intrinsic
@@ -338,16 +302,6 @@ def keep_first(typingctx: Any, value: Any, count: Any, other: Any) -> Any:
 # --- int32 lanes and bytes ------------------------------------------------------------------------------------------
 
 
-@intrinsic
-def zero_i32(typingctx: Any) -> Any:
-    """All lanes 0."""
-
-    def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        return ir.Constant(i32x16.llvm_type, [0] * LANES)
-
-    return i32x16(), codegen
-
-
 add_i32 = _binary(lambda builder, a, b: builder.add(a, b), i32x16, "a + b")
 
 
@@ -362,16 +316,6 @@ def sum_lanes_i32(typingctx: Any, a: Any) -> Any:
 
 
 @intrinsic
-def to_float(typingctx: Any, a: Any) -> Any:
-    """int32 lanes to float32."""
-
-    def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        return builder.sitofp(args[0], f32x16.llvm_type)
-
-    return f32x16(i32x16), codegen
-
-
-@intrinsic
 def to_int(typingctx: Any, a: Any) -> Any:
     """float32 lanes, already whole numbers within int32, to int32."""
 
@@ -379,117 +323,6 @@ def to_int(typingctx: Any, a: Any) -> Any:
         return builder.fptosi(args[0], i32x16.llvm_type)
 
     return i32x16(f32x16), codegen
-
-
-@intrinsic
-def low_nibbles(typingctx: Any, a: Any) -> Any:
-    """Lower four bits of each byte."""
-
-    def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        return builder.and_(args[0], ir.Constant(i8x64.llvm_type, [15] * 64))
-
-    return i8x64(i8x64), codegen
-
-
-@intrinsic
-def high_nibbles(typingctx: Any, a: Any) -> Any:
-    """Upper four bits of each byte."""
-
-    def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        return builder.lshr(args[0], ir.Constant(i8x64.llvm_type, [4] * 64))
-
-    return i8x64(i8x64), codegen
-
-
-def _dot4_avx512(builder: Any, acc: Any, unsigned: Any, signed: Any) -> Any:
-    words = [builder.bitcast(v, i32x16.llvm_type) for v in (unsigned, signed)]
-    return _call(builder, "llvm.x86.avx512.vpdpbusd.512", i32x16.llvm_type, [acc, *words])
-
-
-def _dot4_avx2(builder: Any, acc: Any, unsigned: Any, signed: Any) -> Any:
-    parts = []
-    ones = ir.Constant(ir.VectorType(_i16, 16), [1] * 16)
-    for index in (0, 1):
-        pairs = _call(
-            builder,
-            "llvm.x86.avx2.pmadd.ub.sw",
-            ir.VectorType(_i16, 16),
-            [_half(builder, unsigned, index), _half(builder, signed, index)],
-        )
-        parts.append(_call(builder, "llvm.x86.avx2.pmadd.wd", ir.VectorType(_i32, 8), [pairs, ones]))
-    return builder.add(acc, _join(builder, *parts))
-
-
-@intrinsic
-def dot4(typingctx: Any, acc: Any, unsigned: Any, signed: Any) -> Any:
-    """acc + the dot product of four unsigned with four signed bytes, in each lane.
-
-    Exact as long as two neighbouring products sum to less than 2**15 in size, which holds for weights below 129.
-    """
-
-    def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        emit = _dot4_avx512 if selected_isa() == "avx512vnni" else _dot4_avx2
-        return emit(builder, *args)
-
-    return i32x16(i32x16, i8x64, i8x64), codegen
-
-
-@intrinsic
-def dot4_signed(typingctx: Any, acc: Any, weights: Any, array: Any, offset: Any) -> Any:
-    """First half of an exact signed dot product of `weights` with four bytes of `array`; `dot4_signed_end` finishes it.
-
-    With VNNI the four bytes x are made unsigned by adding 128, so that acc grows by dot(x + 128, weights). With AVX2 it
-    is dot(x, weights) at once, from |weights| and x carrying the sign of weights.
-    """
-
-    def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        acc, weights, array, offset = args
-        word = _load(builder, _address(context, builder, sig.args[2], array, offset, _i32))
-        if selected_isa() == "avx512vnni":
-            # On the scalar: LLVM takes minutes over the same operation on the broadcast vector.
-            word = builder.xor(word, ir.Constant(_i32, 0x80808080))
-            return _dot4_avx512(builder, acc, _splat(builder, word, i32x16.llvm_type), weights)
-        x = builder.bitcast(_splat(builder, word, i32x16.llvm_type), i8x64.llvm_type)
-        nothing = ir.Constant(i8x64.llvm_type, [0] * 64)
-        size = builder.select(builder.icmp_signed("<", weights, nothing), builder.sub(nothing, weights), weights)
-        signed = [
-            _call(
-                builder,
-                "llvm.x86.avx2.psign.b",
-                ir.VectorType(_i8, 32),
-                [_half(builder, x, index), _half(builder, weights, index)],
-            )
-            for index in (0, 1)
-        ]
-        return _dot4_avx2(builder, acc, size, _join(builder, *signed))
-
-    return i32x16(i32x16, i8x64, array, types.intp), codegen
-
-
-@intrinsic
-def sum4_signed(typingctx: Any, acc: Any, weights: Any) -> Any:
-    """What `dot4_signed_end` needs to know of the weights: acc + the sum of each lane's bytes (VNNI), else acc."""
-
-    def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        if selected_isa() != "avx512vnni":
-            return args[0]
-        ones = ir.Constant(i32x16.llvm_type, [0x01010101] * LANES)
-        return _dot4_avx512(builder, args[0], ones, args[1])
-
-    return i32x16(i32x16, i8x64), codegen
-
-
-@intrinsic
-def dot4_signed_end(typingctx: Any, acc: Any, weight_sum: Any) -> Any:
-    """The signed dot product behind a chain of `dot4_signed` whose weights `sum4_signed` has summed."""
-
-    def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        if selected_isa() != "avx512vnni":
-            return args[0]
-        shift = ir.Constant(i32x16.llvm_type, [7] * LANES)
-        return builder.sub(args[0], builder.shl(args[1], shift))
-
-    return i32x16(i32x16, i32x16), codegen
 
 
 # --- integers of the sampler ----------------------------------------------------------------------------------------

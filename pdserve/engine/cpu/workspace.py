@@ -7,6 +7,7 @@ import numpy.typing as npt
 
 from pdserve.engine.cpu.attention import scratch_size
 from pdserve.engine.cpu.formats import BLOCK
+from pdserve.engine.cpu.gemm import TOKEN_BLOCK
 from pdserve.engine.cpu.shape import ModelShape
 
 _GRANULE_TOKENS = 64
@@ -18,7 +19,9 @@ class Workspace:
 
     def __init__(self, shape: ModelShape, threads: int) -> None:
         self._shape = shape
-        self.scratch = np.zeros((threads, scratch_size(shape.group, shape.config.head_dim)), np.float32)
+        self.scratch = np.zeros(
+            (threads, max(scratch_size(shape.group, shape.config.head_dim), 2 * TOKEN_BLOCK * BLOCK)), np.float32
+        )
         """float32 [threads, S] for attention."""
         self._tokens = 0
         self._rows = 0
@@ -29,14 +32,18 @@ class Workspace:
         shape = self._shape
         if tokens > self._tokens:
             self._tokens = -(-tokens // _GRANULE_TOKENS) * _GRANULE_TOKENS
-            widest = max(shape.hidden_padded, shape.ffn_padded, shape.attention_padded)
+            widest = max(shape.hidden_padded, shape.attention_padded)
             # Zeros, as the padding of rows is never written and must not be NaN.
             self.x = np.zeros(self._tokens * shape.hidden_padded, np.float32)
             self.xn = np.zeros(self._tokens * widest, np.float32)
             self.xq = np.zeros(self._tokens * widest, np.int8)
             self.xs = np.zeros(self._tokens * (widest // BLOCK), np.float32)
-            self.xterm = np.zeros(2 * self._tokens * (widest // BLOCK), np.float32)
-            self.y = np.zeros(self._tokens * max(shape.qkv_width, 2 * shape.ffn_padded), np.float32)
+            self.xpair = np.zeros(self._tokens * (widest // BLOCK), np.int32)
+            self.inner = np.zeros(self._tokens * shape.ffn_padded, np.float32)
+            self.inner_q = np.zeros(self._tokens * shape.ffn_padded, np.int8)
+            self.inner_s = np.zeros(self._tokens * (shape.ffn_padded // BLOCK), np.float32)
+            self.inner_pair = np.zeros(self._tokens * (shape.ffn_padded // BLOCK), np.int32)
+            self.y = np.zeros(self._tokens * shape.qkv_width, np.float32)
             self.items = np.zeros((self._tokens, 2), np.int64)
         if rows > self._rows:
             self._rows = -(-rows // _GRANULE_ROWS) * _GRANULE_ROWS

@@ -1,0 +1,174 @@
+"""The two inner loops of attention: queries times keys, and weights times values, for several rows at once.
+
+Written as LLVM instructions by Python loops, as in `tile.py`: every row (a query token and head) has its accumulators
+in registers, and a vector of keys or values is widened to float32 once for all rows. Each accumulator adds in the order
+of dimensions, or of tokens, whatever the number of rows.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+from pdserve.engine.cpu import vec as v
+from pdserve.engine.cpu.isa import selected_isa
+from pdserve.engine.cpu.shape import MAX_HEAD_DIM
+from pdserve.engine.cpu.tile import place_of
+
+SEGMENT = 128
+"""Tokens per softmax segment, and the distance between rows of scores; a multiple of every block size."""
+QUERY_STRIDE = MAX_HEAD_DIM + 16
+"""Distance between rows of queries in the scratch memory: no power of two, so that they spread over the cache."""
+ROW_COUNTS = (24, 12, 8, 4, 3, 2, 1) if selected_isa() == "avx512vnni" else (4, 3, 2, 1)
+"""Rows that the loops exist for: as many as fit in the registers, and smaller numbers."""
+FEW_ROWS = 4
+"""Up to so many rows have two vectors of tokens, or four of dimensions, at once: additions take several cycles, and
+only independent ones overlap."""
+
+_i32, _i64, _f32 = ir.IntType(32), ir.IntType(64), ir.FloatType()
+_f32x16 = ir.VectorType(_f32, 16)
+_f16x16 = ir.VectorType(ir.HalfType(), 16)
+
+
+class _Emitter:
+    def __init__(self, builder: Any) -> None:
+        self.b = builder
+
+    def add(self, value: Any, number: int) -> Any:
+        return self.b.add(value, ir.Constant(_i64, number))
+
+    def accumulators(self, values: list[Any]) -> list[Any]:
+        return [place_of(self.b, value) for value in values]
+
+    def load(self, pointer: Any, index: Any) -> Any:
+        return v._load(self.b, self.b.bitcast(self.b.gep(pointer, [index]), _f32x16.as_pointer()))
+
+    def store(self, pointer: Any, index: Any, value: Any) -> None:
+        v._store(self.b, value, self.b.bitcast(self.b.gep(pointer, [index]), _f32x16.as_pointer()))
+
+    def halves(self, pointer: Any, index: Any) -> Any:
+        half = v._load(self.b, self.b.bitcast(self.b.gep(pointer, [index]), _f16x16.as_pointer()))
+        return self.b.fpext(half, _f32x16)
+
+    def splat(self, pointer: Any, index: Any) -> Any:
+        return v._splat(self.b, v._load(self.b, self.b.gep(pointer, [index])), _f32x16)
+
+    def fma(self, scalar: Any, vector: Any, place: Any) -> None:
+        total = v._call(self.b, "llvm.fma.v16f32", _f32x16, [scalar, vector, self.b.load(place)])
+        self.b.store(total, place)
+
+
+def _for_each_row_count(b: Any, rows: Any, emit: Any) -> None:
+    after = b.append_basic_block("after_rows")
+    switch = b.switch(rows, after)
+    for count in ROW_COUNTS:
+        block = b.append_basic_block(f"rows_{count}")
+        switch.add_case(ir.Constant(_i64, count), block)
+        b.position_at_end(block)
+        emit(count)
+        b.branch(after)
+    b.position_at_end(after)
+
+
+def _data(context: Any, builder: Any, sig: Any, args: Any, index: int) -> Any:
+    return context.make_array(sig.args[index])(context, builder, args[index]).data
+
+
+@intrinsic
+def score_tile(  # type: ignore[no-untyped-def]
+    typingctx, rows, q, q_at, kv, at, second_at, head_dim, block_size, out, out_at
+):
+    """out[r, 0:16] = q[r] . K for one of ROW_COUNTS rows and the sixteen tokens at `at`; with FEW_ROWS rows or fewer
+    also out[r, 16:32] for the tokens at `second_at`.
+
+    q: float32 rows, QUERY_STRIDE apart; kv: uint16, K dimension-major with `block_size` tokens to a dimension; out:
+    float32 rows, SEGMENT apart.
+    """
+
+    def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        rows, _, q_at, _, at, second_at, head_dim, block_size, _, out_at = args
+        b, e = builder, _Emitter(builder)
+        q, kv, out = (_data(context, b, sig, args, i) for i in (1, 3, 8))
+
+        def emit(count: int) -> None:
+            places = [at, second_at] if count <= FEW_ROWS else [at]
+            nothing = ir.Constant(_f32x16, [0.0] * 16)
+            sums = [e.accumulators([nothing] * count) for _ in places]
+            with cgutils.for_range(b, head_dim) as loop:
+                step = b.mul(loop.index, block_size)
+                keys = [e.halves(kv, b.add(place, step)) for place in places]
+                for r in range(count):
+                    query = e.splat(q, e.add(b.add(q_at, loop.index), r * QUERY_STRIDE))
+                    for i, key in enumerate(keys):
+                        e.fma(query, key, sums[i][r])
+            for i, of_place in enumerate(sums):
+                for r, place in enumerate(of_place):
+                    e.store(out, e.add(out_at, r * SEGMENT + 16 * i), b.load(place))
+
+        _for_each_row_count(b, rows, emit)
+        return context.get_dummy_value()
+
+    n = types.intp
+    return types.void(n, q, n, kv, n, n, n, n, out, n), codegen
+
+
+@intrinsic
+def value_tile(  # type: ignore[no-untyped-def]
+    typingctx, rows, vectors, s, s_at, acc_at, kv, tables, table_at, count, block_size, block_stride, base, head_dim
+):
+    """acc[r, 0:16] += sum over tokens j of s[r, j] V[j, 0:16] for one of ROW_COUNTS rows; acc[r, 0:64] if `vectors` is
+    4, which needs FEW_ROWS rows or fewer.
+
+    s: float32 with both weights (from s_at, rows SEGMENT apart) and acc (from acc_at, rows head_dim apart); kv: uint16,
+    V token-major at `base` inside a block; tables: int32 block ids of the segment from `table_at` on; count: tokens.
+    """
+
+    def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        rows, vectors, _, s_at, acc_at, _, _, table_at, count, block_size, block_stride, base, head_dim = args
+        b, e = builder, _Emitter(builder)
+        s, kv, tables = (_data(context, b, sig, args, i) for i in (2, 5, 6))
+        num_blocks = b.sdiv(b.sub(b.add(count, block_size), ir.Constant(_i64, 1)), block_size)
+
+        def run(number: int, width: int) -> None:
+            outs = [
+                [b.add(acc_at, e.add(b.mul(head_dim, ir.Constant(_i64, r)), 16 * c)) for c in range(width)]
+                for r in range(number)
+            ]
+            sums = [e.accumulators([e.load(s, out) for out in row]) for row in outs]
+            with cgutils.for_range(b, num_blocks) as block:
+                first = b.mul(block.index, block_size)
+                left = b.sub(count, first)
+                tokens = b.select(b.icmp_signed("<", left, block_size), left, block_size)
+                number_of_block = b.sext(v._load(b, b.gep(tables, [b.add(table_at, block.index)])), _i64)
+                start = b.add(b.mul(number_of_block, block_stride), base)
+                with cgutils.for_range(b, tokens) as token:
+                    at = b.add(start, b.mul(token.index, head_dim))
+                    values = [e.halves(kv, e.add(at, 16 * c)) for c in range(width)]
+                    weight_at = b.add(s_at, b.add(first, token.index))
+                    for r in range(number):
+                        weight = e.splat(s, e.add(weight_at, r * SEGMENT))
+                        for c in range(width):
+                            e.fma(weight, values[c], sums[r][c])
+            for row, places in zip(outs, sums, strict=True):
+                for out, place in zip(row, places, strict=True):
+                    e.store(s, out, b.load(place))
+
+        def emit(number: int) -> None:
+            if number > FEW_ROWS:
+                run(number, 1)
+                return
+            with b.if_else(b.icmp_signed("==", vectors, ir.Constant(_i64, 4))) as (wide, narrow):
+                with wide:
+                    run(number, 4)
+                with narrow:
+                    run(number, 1)
+
+        _for_each_row_count(b, rows, emit)
+        return context.get_dummy_value()
+
+    n = types.intp
+    return types.void(n, n, s, n, n, kv, tables, n, n, n, n, n, n), codegen
