@@ -19,6 +19,7 @@ from collections.abc import Sequence as Seq
 from types import MappingProxyType
 
 from decode_worker.sequences import (
+    NOT_DRAWN,
     Action,
     CancelReservation,
     Emit,
@@ -74,6 +75,8 @@ class DecodeScheduler:
         """In order of reservation: oldest first."""
         self._step: list[tuple[Sequence, PlannedChunk]] = []
         """What the engine computes now, in the order of the batch."""
+        self._following: list[tuple[Sequence, PlannedChunk]] = []
+        """What it computes after that, unless something comes between."""
         self._num_held_tokens = 0
         self._num_preemptions = 0
         self._num_recomputed_tokens = 0
@@ -106,6 +109,14 @@ class DecodeScheduler:
     def num_running_tokens(self) -> int:
         """Tokens of running sequences that have KV."""
         return sum(s.num_computed for s in self._sequences.values() if s.state is SequenceState.RUNNING)
+
+    @property
+    def num_growing(self) -> int:
+        """Sequences that may come to need another block. So many blocks others leave available."""
+        live = (SequenceState.RESERVED, SequenceState.RUNNING)
+        return sum(
+            s.state in live and self._blocks.num_held(s.key) < self.blocks_for(s.job) for s in self._sequences.values()
+        )
 
     def count(self, *states: SequenceState) -> int:
         """Sequences in any of `states`."""
@@ -154,7 +165,7 @@ class DecodeScheduler:
                 f"fit: the KV pool of this decode worker holds {self._blocks.capacity_tokens}",
                 field="job.token_ids",
             )
-        room, keep = self._room(job, num_tokens), self._num_growing()
+        room, keep = self._room(job, num_tokens), self.num_growing
         hashes = self._blocks.chain()
         num_held = None
         if len(self._sequences) < self._max_batch_size and not self.count(SequenceState.PREEMPTED):
@@ -171,8 +182,8 @@ class DecodeScheduler:
         assert sequence.state in (SequenceState.RESERVED, SequenceState.RELEASING), f"{key} is {sequence.state}"
         self._forget(sequence, committed=False)
 
-    def commit(self, key: HandoffId, first_token: int) -> None:
-        """All KV has arrived; the sequence joins the next step.
+    def commit(self, key: HandoffId, first_token: int, *, exact: bool = True) -> None:
+        """All KV has arrived, `exact` or through a lossy codec; the sequence joins the next step.
 
         If it is unwanted by now, or the prefill worker's own token ends it, it leaves at once without a word: its
         router has been told, or has said so itself.
@@ -181,7 +192,8 @@ class DecodeScheduler:
         assert sequence is not None, f"{key} was committed but not reserved"
         index = sequence.job.first_output_index
         sequence.num_computed = len(sequence.tokens)
-        self._blocks.publish(key, sequence.num_computed, sequence.tokens)
+        sequence.exact = exact
+        self._publish(sequence)
         self._num_held_tokens += sequence.num_held
         sequence.tokens.append(first_token)
         unwanted = sequence.state is SequenceState.RELEASING
@@ -218,7 +230,7 @@ class DecodeScheduler:
 
     def plan_step(self) -> list[PlannedChunk]:
         """One token for each running sequence, more for those that were preempted. Empty if nothing can be computed."""
-        assert not self._step, "a step is running"
+        assert not self._step and not self._following, "a step is running"
         self._resume()
         budget = RECOMPUTE_TOKENS_PER_STEP
         for sequence in self._sequences.values():
@@ -232,6 +244,36 @@ class DecodeScheduler:
             if length:
                 self._step.append((sequence, _chunk(sequence, length)))
         return [chunk for _, chunk in self._step]
+
+    def plan_following(self) -> list[PlannedChunk]:
+        """The step after the one that runs, if only the tokens that this one draws are missing: one for each of the
+        same sequences. Empty if more may change, as far as can be told now.
+
+        It takes its turn when the running step is reported by `step_done`, and ends by `step_done`, `step_skipped` or
+        `step_failed` itself. A sequence that joins or leaves meanwhile does so after it, unless it is skipped.
+        """
+        assert self._step and not self._following, "there is one step to follow, and nothing follows it yet"
+        if self.count(SequenceState.RUNNING) != len(self._step) or self.count(SequenceState.PREEMPTED):
+            return []
+        for sequence, chunk in self._step:
+            is_last = chunk.output_index + 1 >= chunk.job.max_new_tokens
+            if sequence.state is not SequenceState.RUNNING or not chunk.draws or is_last:
+                return []
+            if chunk.job.sampling.penalizes:
+                return []  # how to draw the next token depends on this one
+            # Nobody has to give way for a step that may be skipped.
+            if not self._blocks.grow(sequence.key, len(sequence.tokens) + 1):
+                return []
+        self._following = [(sequence, _chunk_after(chunk)) for sequence, chunk in self._step]
+        return [chunk for _, chunk in self._following]
+
+    def step_skipped(self) -> None:
+        """The step that followed another one is not computed after all."""
+        step, self._step = self._step, []
+        self._following = []
+        for sequence, _ in step:
+            if sequence.state is SequenceState.LEAVING:
+                self._forget(sequence, committed=True)
 
     def step_done(
         self,
@@ -249,14 +291,14 @@ class DecodeScheduler:
         """
         weight = STEP_SMOOTHING if self._mean_step_s else 1.0
         self._mean_step_s += weight * (duration_s - self._mean_step_s)
-        step, self._step = self._step, []
+        step, self._step, self._following = self._step, self._following, []
         drawn = enumerate(token_ids)
         for (sequence, chunk), query_len in zip(step, query_lens, strict=True):
             number, token_id = next(drawn) if chunk.draws else (-1, -1)
             recomputes = len(chunk.token_ids) > 1
             self._num_recomputed_tokens += query_len if recomputes else 0
             if sequence.state is SequenceState.LEAVING:
-                self._forget(sequence, committed=True)
+                self._leave(sequence)
                 continue
             # A hand-off leaves exactly the newest token to compute. More of them at once would be prefill, unless this
             # scheduler has asked for them.
@@ -288,6 +330,7 @@ class DecodeScheduler:
         router's bound on attempts ends one that fails every engine.
         """
         step, self._step = self._step, []
+        self._following = []  # the engine skips it
         for sequence, _ in step:
             if sequence.state is not SequenceState.LEAVING:
                 failure = JobFailed.of(sequence.key, error, retryable=True, blame=self._worker_id)
@@ -300,13 +343,6 @@ class DecodeScheduler:
         """Tokens to set blocks aside for when `num_tokens` are known."""
         return min(num_tokens + self._reserve_tokens, job.max_total_tokens - 1)
 
-    def _num_growing(self) -> int:
-        """Sequences that may come to need another block."""
-        live = (SequenceState.RESERVED, SequenceState.RUNNING)
-        return sum(
-            s.state in live and self._blocks.num_held(s.key) < self.blocks_for(s.job) for s in self._sequences.values()
-        )
-
     def _resume(self) -> None:
         """Bring preempted sequences back, oldest first, as far as there is room."""
         for sequence in self._sequences.values():
@@ -317,7 +353,7 @@ class DecodeScheduler:
                 sequence.tokens,
                 sequence.hashes,
                 room=self._room(sequence.job, len(sequence.tokens)),
-                keep=self._num_growing(),
+                keep=self.num_growing,
             )
             if num_computed is None:
                 return
@@ -338,11 +374,16 @@ class DecodeScheduler:
         sequence.state = SequenceState.PREEMPTED
         self._close(sequence)
         sequence.num_computed = 0
+        sequence.exact = True  # it will be computed here
 
     def _close(self, sequence: Sequence) -> None:
         """Give the blocks back; what is final in them stays in the cache as long as nobody needs the room."""
-        self._blocks.publish(sequence.key, sequence.num_computed, sequence.tokens)
+        self._publish(sequence)
         self._blocks.close(sequence.key)
+
+    def _publish(self, sequence: Sequence) -> None:
+        if sequence.exact:
+            self._blocks.publish(sequence.key, sequence.num_computed, sequence.tokens)
 
     def _retry_after_s(self, num_blocks: int) -> float:
         """When room for `num_blocks` blocks and one more sequence is there at the latest, if nothing ends early."""
@@ -369,7 +410,7 @@ class DecodeScheduler:
     def _leave(self, sequence: Sequence) -> None:
         """A running sequence is over; its blocks are free once no step computes into them."""
         sequence.state = SequenceState.LEAVING
-        if all(sequence is not computing for computing, _ in self._step):
+        if all(sequence is not computing for computing, _ in (*self._step, *self._following)):
             self._forget(sequence, committed=True)
 
     def _forget(self, sequence: Sequence, *, committed: bool) -> None:
@@ -380,6 +421,17 @@ class DecodeScheduler:
 
     def _emit_failure(self, sequence: Sequence, failure: JobFailed) -> None:
         self._actions.append(Emit(sequence.job.router_id, failure))
+
+
+def _chunk_after(chunk: PlannedChunk) -> PlannedChunk:
+    return PlannedChunk(
+        key=chunk.key,
+        job=chunk.job,
+        token_ids=(NOT_DRAWN,),
+        start=chunk.start + len(chunk.token_ids),
+        output_index=chunk.output_index + 1,
+        draws=True,
+    )
 
 
 def _chunk(sequence: Sequence, length: int) -> PlannedChunk:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from pdserve.engine.block_hash import BlockHashes
@@ -38,6 +39,9 @@ class Sequence:
     state: SequenceState = SequenceState.RESERVED
     num_computed: int = 0
     """Leading tokens that have KV here."""
+    exact: bool = True
+    """Whether its KV is what this worker would have computed. If not, its blocks are never published: whoever found
+    them in the cache would decode from them as if they were."""
     num_steps: int = 0
     num_prefilled: int = 0
     """Tokens whose KV this worker computed by prefill."""
@@ -78,10 +82,23 @@ class PlannedChunk:
     key: HandoffId
     job: GenerationJob
     token_ids: tuple[int, ...]
-    """One, unless KV is computed again after a preemption."""
+    """One, unless KV is computed again after a preemption. `NOT_DRAWN` in a step that follows a running one."""
     start: int
     output_index: int
     draws: bool
+
+
+NOT_DRAWN = -1
+"""In place of a token that the step before will draw."""
+
+
+def follows(chunks: Iterable[PlannedChunk], token_ids: Iterable[int]) -> bool:
+    """Whether a step of `chunks`, planned before the one that drew `token_ids`, is what comes after it: nobody's output
+    ends with these tokens."""
+    return all(
+        chunk.job.finish_reason(chunk.output_index - 1, token_id) is None
+        for chunk, token_id in zip(chunks, token_ids, strict=True)
+    )
 
 
 # What the scheduler asks for ------------------------------------------------------------------------------------------

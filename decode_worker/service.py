@@ -3,30 +3,33 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import time
 from collections import defaultdict
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 
 from grpc.aio import ServicerContext
 
 from decode_worker.scheduler import DecodeScheduler
-from decode_worker.sequences import CancelReservation, Emit, Forget, NoRoom, PlannedChunk, SequenceState
+from decode_worker.sequences import CancelReservation, Emit, Forget, NoRoom, PlannedChunk, SequenceState, follows
 from kv_transfer import Busy, HandoffReceiver, Room
+from kv_transfer.prefix_server import PrefixServer
 from kv_transfer.settings import transfer_config
 from pdserve.config import Config
-from pdserve.engine.batch import SampleRequest, SequenceChunk, build_batch
+from pdserve.engine.batch import Batch, SampleRequest, SequenceChunk, build_batch
 from pdserve.engine.block_hash import BlockHasher
 from pdserve.engine.logit_edits import SequenceEdits
 from pdserve.engine.sequence_blocks import SequenceBlocks
-from pdserve.errors import InternalError, UnavailableError
+from pdserve.errors import InternalError, InvalidRequestError, UnavailableError
 from pdserve.logs import configure_logging
 from pdserve.rpc.codec import stats_to_proto, worker_info_to_proto
-from pdserve.rpc.v1 import handoff_pb2, worker_pb2_grpc
+from pdserve.rpc.v1 import handoff_pb2, prefix_pb2, worker_pb2_grpc
 from pdserve.rpc.v1 import worker_pb2 as pb
-from pdserve.types import GenerationJob, HandoffId, Role, WorkerStats
+from pdserve.types import GenerationJob, HandoffId, PrefixFetch, Role, WorkerStats
 from pdserve.worker.codec import decode_command_from_proto, decode_events_to_proto
 from pdserve.worker.drain import DrainWaiter
+from pdserve.worker.engine_thread import Step
 from pdserve.worker.events import Cancel, DecodeCommand, DecodeEvent
 from pdserve.worker.host import WorkerHost
 from pdserve.worker.limits import JobLimits
@@ -37,8 +40,11 @@ from pdserve.worker.tasks import Alarm
 
 log = logging.getLogger(__name__)
 
-SERVICE_NAME = pb.DESCRIPTOR.services_by_name["DecodeWorker"].full_name
-TRANSFER_SERVICE_NAME = handoff_pb2.DESCRIPTOR.services_by_name["KvTransfer"].full_name
+SERVICE_NAMES = [
+    pb.DESCRIPTOR.services_by_name["DecodeWorker"].full_name,
+    handoff_pb2.DESCRIPTOR.services_by_name["KvTransfer"].full_name,
+    prefix_pb2.DESCRIPTOR.services_by_name["PrefixStore"].full_name,
+]
 
 Hub = SessionHub[pb.DecodeCommand, pb.DecodeEvents, DecodeCommand, DecodeEvent]
 
@@ -57,9 +63,12 @@ class DecodeService(worker_pb2_grpc.DecodeWorkerServicer):
         self._scheduler: DecodeScheduler
         self._blocks: SequenceBlocks
         self._receiver: HandoffReceiver | None = None
+        self._prefixes: PrefixServer | None = None
         self._hub: Hub | None = None
         self._edits: dict[HandoffId, SequenceEdits | None] = {}
         """Bias and penalties of each sequence that has been in a step; made from the job and then kept up to date."""
+        self._following: Step | None = None
+        """The step that the engine computes after the one that runs."""
         self._draining = False
         self._wake = asyncio.Event()
         """Something may have become computable."""
@@ -71,7 +80,7 @@ class DecodeService(worker_pb2_grpc.DecodeWorkerServicer):
     async def start(self) -> None:
         """See `Service.start`."""
         config, host = self._config, self._host
-        await host.open([SERVICE_NAME, TRANSFER_SERVICE_NAME])
+        await host.open(SERVICE_NAMES)
         info, engine = host.info, host.runner.engine
         hasher = BlockHasher(model_fingerprint=info.model_fingerprint, block_size=engine.layout.block_size)
         self._blocks = SequenceBlocks(engine.num_blocks, hasher)
@@ -92,8 +101,23 @@ class DecodeService(worker_pb2_grpc.DecodeWorkerServicer):
             peer_timeout_s=config.health.peer_timeout_s,
             tasks=host.tasks,
         )
-        self._receiver = HandoffReceiver(info=info, store=engine.store, admission=self, config=transfer_config(config))
+        self._receiver = HandoffReceiver(
+            info=info,
+            store=engine.store,
+            admission=self,
+            config=transfer_config(config),
+            bind_host=host.listen_host,
+        )
         self._receiver.register(host.server)
+        self._prefixes = PrefixServer(
+            info=info,
+            store=engine.store,
+            cache=self,
+            config=transfer_config(config),
+            tasks=host.tasks,
+            bind_host=host.listen_host,
+        )
+        self._prefixes.register(host.server)
         await self._receiver.start()
         worker_pb2_grpc.add_DecodeWorkerServicer_to_server(self, host.server)
         host.tasks.spawn(self._decode(), "decode-steps")
@@ -117,6 +141,8 @@ class DecodeService(worker_pb2_grpc.DecodeWorkerServicer):
         await self._host.join_engine()
         if self._receiver is not None:
             await self._receiver.aclose()
+        if self._prefixes is not None:
+            await self._prefixes.aclose()
         await self._host.aclose()
 
     @property
@@ -127,7 +153,7 @@ class DecodeService(worker_pb2_grpc.DecodeWorkerServicer):
     def stats(self) -> WorkerStats:
         """What the worker is doing now."""
         scheduler, runner = self._scheduler, self._host.runner
-        assert self._receiver is not None
+        assert self._receiver is not None and self._prefixes is not None
         return WorkerStats(
             num_waiting=scheduler.count(SequenceState.PREEMPTED),
             num_running=scheduler.count(SequenceState.RUNNING, SequenceState.LEAVING),
@@ -144,6 +170,7 @@ class DecodeService(worker_pb2_grpc.DecodeWorkerServicer):
             kv_bytes_total=self._receiver.stats.bytes_received,
             failed_handoffs_total=self._receiver.stats.num_failed,
             steps_total=runner.num_steps,
+            served_fetches_total=self._prefixes.num_served,
             draining=self._draining,
         )
 
@@ -174,18 +201,21 @@ class DecodeService(worker_pb2_grpc.DecodeWorkerServicer):
         return pb.DrainResponse(num_remaining=await self._drain(request.timeout_s))
 
     async def _drain(self, timeout_s: float) -> int:
-        assert self._hub is not None and self._receiver is not None
+        assert self._hub is not None and self._receiver is not None and self._prefixes is not None
         self._draining = True
         self._receiver.set_draining(True)
+        self._prefixes.set_draining()
         await self._host.begin_drain()
         self._hub.beat()
         return await self._drained.wait(lambda: self._scheduler.num_sequences, timeout_s)
 
     # Admission --------------------------------------------------------------------------------------------------------
 
-    def reserve(self, job: GenerationJob, handoff: HandoffId, num_tokens: int) -> Room | Busy:
+    def reserve(self, job: GenerationJob | PrefixFetch, handoff: HandoffId, num_tokens: int) -> Room | Busy:
         """See `Admission.reserve`. Blocks past those for `num_tokens` are set aside for the output."""
         assert self._hub is not None
+        if not isinstance(job, GenerationJob):
+            raise InvalidRequestError("reserve.job: a decode worker takes requests, not prefixes", field="reserve.job")
         if job.router_id not in self._hub:
             raise UnavailableError(f"router {job.router_id} has no session with decode worker {self._host.worker_id}")
         answer = self._scheduler.reserve(job, num_tokens, time.monotonic())
@@ -199,14 +229,29 @@ class DecodeService(worker_pb2_grpc.DecodeWorkerServicer):
         self._scheduler.release(handoff)
         self._changed()
 
-    def commit(self, handoff: HandoffId, first_token: int) -> None:
+    def commit(self, handoff: HandoffId, first_token: int, *, exact: bool) -> None:
         """See `Admission.commit`."""
-        self._scheduler.commit(handoff, first_token)
+        self._scheduler.commit(handoff, first_token, exact=exact)
+        if self._following is not None:
+            # It has been planned without this sequence, which joins the step that is computed in its place.
+            self._following.skip()
         self._changed()
 
     def supersede(self, handoff: HandoffId) -> None:
         """See `Admission.supersede`."""
         self._scheduler.supersede(handoff)
+        self._changed()
+
+    # Prefixes for others ----------------------------------------------------------------------------------------------
+
+    def pin(self, key: HandoffId, names: Sequence[bytes]) -> tuple[int, ...]:
+        """See `PrefixCache`. Running sequences keep the blocks that they may come to need."""
+        held = self._blocks.hold(key, names, keep=self._scheduler.num_growing)
+        return self._blocks.ids(key) if held else ()
+
+    def unpin(self, key: HandoffId) -> None:
+        """See `PrefixCache`."""
+        self._blocks.close(key)
         self._changed()
 
     # Events -----------------------------------------------------------------------------------------------------------
@@ -254,24 +299,43 @@ class DecodeService(worker_pb2_grpc.DecodeWorkerServicer):
 
     async def _decode(self) -> None:
         """One step after the other, for ever. Raises InternalError when the engine cannot be trusted any more."""
-        runner = self._host.runner
+        runner, scheduler = self._host.runner, self._scheduler
+        step: Step | None = None
         while True:
-            plan = self._scheduler.plan_step()
-            if not plan:
-                self._wake.clear()
-                await self._wake.wait()
-                continue
-            batch = build_batch([self._chunk(chunk) for chunk in plan], runner.engine.layout.block_size)
+            if step is None:
+                plan = scheduler.plan_step()
+                if not plan:
+                    self._wake.clear()
+                    await self._wake.wait()
+                    continue
+                step = runner.start(self._batch(plan))
+            self._following = self._follow(step)
             try:
-                result = await runner.step(batch)
+                result = await runner.finish(step)
             except InternalError as error:
-                self._scheduler.step_failed(error)
+                scheduler.step_failed(error)
                 self._changed()
                 if runner.broken:
                     raise
+                step = None
                 continue
-            self._scheduler.step_done(result.token_ids, result.query_lens, result.duration_s, logprobs=result.logprobs)
+            if result is None:
+                scheduler.step_skipped()
+                step = None
+            else:
+                scheduler.step_done(result.token_ids, result.query_lens, result.duration_s, logprobs=result.logprobs)
+                step = self._following
             self._changed()
+
+    def _follow(self, step: Step) -> Step | None:
+        """Ask for the step after `step` while that runs, so that the engine goes on without waiting for this loop."""
+        plan = self._scheduler.plan_following()
+        if not plan:
+            return None
+        return self._host.runner.start_after(step, self._batch(plan), functools.partial(follows, plan))
+
+    def _batch(self, plan: list[PlannedChunk]) -> Batch:
+        return build_batch([self._chunk(chunk) for chunk in plan], self._host.runner.engine.layout.block_size)
 
     def _chunk(self, chunk: PlannedChunk) -> SequenceChunk:
         return SequenceChunk(

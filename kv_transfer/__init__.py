@@ -1,6 +1,7 @@
 """Moving KV blocks from prefill to decode workers: hand-off protocol, wire format, transports."""
 
 from kv_transfer.config import TransferConfig
+from kv_transfer.counters import TransportTotals
 from kv_transfer.handoff import Handoff, HandoffResult
 from kv_transfer.messages import Busy
 from kv_transfer.receiver import HandoffReceiver, ReceiverStats
@@ -18,4 +19,5 @@ __all__ = [
     "Room",
     "SenderStats",
     "TransferConfig",
+    "TransportTotals",
 ]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 
 from kv_transfer.messages import (
     Abort,
@@ -13,12 +13,15 @@ from kv_transfer.messages import (
     Commit,
     CommitAck,
     CommitNack,
+    Endpoint,
     Gone,
     Grant,
     LinkHeartbeat,
     LinkHello,
     LinkRefused,
     LinkWelcome,
+    PrefixRequest,
+    ProbeAck,
     Quiet,
     Renew,
     RenewAck,
@@ -26,13 +29,14 @@ from kv_transfer.messages import (
     ToDecode,
     ToPrefill,
 )
-from pdserve.errors import HandoffError
+from pdserve.errors import HandoffError, InvalidRequestError
 from pdserve.rpc.codec import job_from_proto, job_to_proto, worker_info_from_proto, worker_info_to_proto
 from pdserve.rpc.v1 import handoff_pb2 as pb
-from pdserve.types import HandoffId
+from pdserve.rpc.v1 import prefix_pb2
+from pdserve.types import GenerationJob, HandoffId, PrefixFetch
 
 Request = ToDecode | LinkHello | LinkHeartbeat
-Reply = ToPrefill | LinkWelcome | LinkRefused | LinkHeartbeat
+Reply = ToPrefill | LinkWelcome | LinkRefused | LinkHeartbeat | ProbeAck
 
 
 def _id(handoff: HandoffId) -> pb.HandoffId:
@@ -41,6 +45,32 @@ def _id(handoff: HandoffId) -> pb.HandoffId:
 
 def _id_from(message: pb.HandoffId) -> HandoffId:
     return HandoffId(message.request_id, message.attempt)
+
+
+def _endpoints(endpoints: Sequence[Endpoint]) -> list[pb.TransportEndpoint]:
+    return [pb.TransportEndpoint(name=endpoint.name, attributes=endpoint.attributes) for endpoint in endpoints]
+
+
+def _endpoints_from(messages: Iterable[pb.TransportEndpoint]) -> tuple[Endpoint, ...]:
+    return tuple(Endpoint(message.name, dict(message.attributes)) for message in messages)
+
+
+def _reserve(message: Reserve) -> pb.Reserve:
+    reserve = pb.Reserve(id=_id(message.id), num_tokens=message.num_tokens, plan_hash=message.plan_hash)
+    match message.job:
+        case GenerationJob():
+            reserve.job.CopyFrom(job_to_proto(message.job))
+        case PrefixFetch():
+            reserve.fetch.CopyFrom(pb.PrefixFetch(last_block=message.job.last_block))
+    return reserve
+
+
+def _job_from(message: pb.Reserve) -> GenerationJob | PrefixFetch:
+    if message.WhichOneof("purpose") == "fetch":
+        return PrefixFetch(
+            request_id=message.id.request_id, attempt=message.id.attempt, last_block=message.fetch.last_block
+        )
+    return job_from_proto(message.job)
 
 
 def request_to_proto(message: Request) -> pb.HandoffRequest:
@@ -53,15 +83,16 @@ def request_to_proto(message: Request) -> pb.HandoffRequest:
                     generation=message.generation,
                     decode_incarnation=message.decode_incarnation,
                     target_chunk_bytes=message.target_chunk_bytes,
+                    tail_tokens=message.tail_tokens,
                     protocol=message.protocol,
+                    offers=_endpoints(message.offers),
+                    for_prefixes=message.for_prefixes,
                 )
             )
         case LinkHeartbeat():
             return pb.HandoffRequest(heartbeat=pb.LinkHeartbeat())
-        case Reserve(handoff, job, num_tokens, plan_hash):
-            return pb.HandoffRequest(
-                reserve=pb.Reserve(id=_id(handoff), job=job_to_proto(job), num_tokens=num_tokens, plan_hash=plan_hash)
-            )
+        case Reserve():
+            return pb.HandoffRequest(reserve=_reserve(message))
         case Commit(handoff, nonce, first_token):
             return pb.HandoffRequest(commit=pb.Commit(id=_id(handoff), nonce=nonce, first_token=first_token))
         case Renew(handoff, nonce):
@@ -76,11 +107,14 @@ def reply_to_proto(message: Reply) -> pb.HandoffReply:
     """Decode worker to prefill worker."""
     match message:
         case LinkWelcome():
-            return pb.HandoffReply(welcome=pb.LinkWelcome(decode=worker_info_to_proto(message.decode)))
+            decode = worker_info_to_proto(message.decode)
+            return pb.HandoffReply(welcome=pb.LinkWelcome(decode=decode, endpoints=_endpoints(message.endpoints)))
         case LinkRefused():
             return pb.HandoffReply(refused=pb.LinkRefused(code=message.code, message=message.message))
         case LinkHeartbeat():
             return pb.HandoffReply(heartbeat=pb.LinkHeartbeat())
+        case ProbeAck(transport, seq):
+            return pb.HandoffReply(probe_ack=pb.ProbeAck(transport=transport, seq=seq))
         case Grant():
             return pb.HandoffReply(
                 grant=pb.Grant(
@@ -118,11 +152,14 @@ _FROM_REQUEST: dict[str, Callable[[pb.HandoffRequest], Request]] = {
         generation=m.hello.generation,
         decode_incarnation=m.hello.decode_incarnation,
         target_chunk_bytes=m.hello.target_chunk_bytes,
+        tail_tokens=m.hello.tail_tokens,
         protocol=m.hello.protocol,
+        offers=_endpoints_from(m.hello.offers),
+        for_prefixes=m.hello.for_prefixes,
     ),
     "heartbeat": lambda m: LinkHeartbeat(),
     "reserve": lambda m: Reserve(
-        _id_from(m.reserve.id), job_from_proto(m.reserve.job), m.reserve.num_tokens, m.reserve.plan_hash
+        _id_from(m.reserve.id), _job_from(m.reserve), m.reserve.num_tokens, m.reserve.plan_hash
     ),
     "commit": lambda m: Commit(_id_from(m.commit.id), m.commit.nonce, m.commit.first_token),
     "renew": lambda m: Renew(_id_from(m.renew.id), m.renew.nonce),
@@ -131,9 +168,12 @@ _FROM_REQUEST: dict[str, Callable[[pb.HandoffRequest], Request]] = {
 }
 
 _FROM_REPLY: dict[str, Callable[[pb.HandoffReply], Reply]] = {
-    "welcome": lambda m: LinkWelcome(decode=worker_info_from_proto(m.welcome.decode)),
+    "welcome": lambda m: LinkWelcome(
+        decode=worker_info_from_proto(m.welcome.decode), endpoints=_endpoints_from(m.welcome.endpoints)
+    ),
     "refused": lambda m: LinkRefused(code=m.refused.code, message=m.refused.message),
     "heartbeat": lambda m: LinkHeartbeat(),
+    "probe_ack": lambda m: ProbeAck(m.probe_ack.transport, m.probe_ack.seq),
     "grant": lambda m: Grant(
         _id_from(m.grant.id),
         m.grant.nonce,
@@ -165,9 +205,44 @@ def request_from_proto(message: pb.HandoffRequest) -> Request:
     return _FROM_REQUEST[kind](message)
 
 
-def reply_from_proto(message: pb.HandoffReply) -> Reply:
-    """Raises like `request_from_proto`."""
+def replies_to_proto(messages: Sequence[Reply]) -> pb.HandoffReply:
+    """One or more replies as one message."""
+    if len(messages) == 1:
+        return reply_to_proto(messages[0])
+    return pb.HandoffReply(batch=pb.ReplyBatch(replies=[reply_to_proto(message) for message in messages]))
+
+
+def replies_from_proto(message: pb.HandoffReply) -> tuple[Reply, ...]:
+    """The replies in one message, in order. Raises like `request_from_proto`."""
+    if message.WhichOneof("message") == "batch":
+        return tuple(_reply_from_proto(reply) for reply in message.batch.replies)
+    return (_reply_from_proto(message),)
+
+
+def _reply_from_proto(message: pb.HandoffReply) -> Reply:
     kind = message.WhichOneof("message")
-    if kind is None:
+    if kind not in _FROM_REPLY:
         raise HandoffError("empty or unknown message on a KV link; is the decode worker of a newer version?")
     return _FROM_REPLY[kind](message)
+
+
+def prefix_request_to_proto(request: PrefixRequest) -> prefix_pb2.FetchRequest:
+    """Field by field."""
+    return prefix_pb2.FetchRequest(
+        id=_id(request.id),
+        requester=worker_info_to_proto(request.requester),
+        block_names=request.names,
+        timeout_s=request.timeout_s,
+    )
+
+
+def prefix_request_from_proto(message: prefix_pb2.FetchRequest) -> PrefixRequest:
+    """Raises InvalidRequestError for a requester that cannot be, or a time-out that is none."""
+    if not 0 < message.timeout_s < float("inf"):
+        raise InvalidRequestError(f"timeout_s: must be positive, got {message.timeout_s:g}", field="timeout_s")
+    return PrefixRequest(
+        id=_id_from(message.id),
+        requester=worker_info_from_proto(message.requester),
+        names=tuple(message.block_names),
+        timeout_s=message.timeout_s,
+    )

@@ -8,7 +8,9 @@ from pdserve.types import DecodeTarget, Role
 from pdserve.worker_info import WorkerInfo
 
 
-def check_decode_peer(prefill: WorkerInfo, decode: WorkerInfo, target: DecodeTarget) -> None:
+def check_decode_peer(
+    prefill: WorkerInfo, decode: WorkerInfo, target: DecodeTarget, *, for_prefixes: bool = False
+) -> None:
     """The prefill side's check of who answered.
 
     Raises WorkerLostError if it is another process than the router meant, IncompatibleWorkersError naming every
@@ -16,10 +18,10 @@ def check_decode_peer(prefill: WorkerInfo, decode: WorkerInfo, target: DecodeTar
     """
     if decode.incarnation != target.incarnation:
         raise WorkerLostError(
-            f"decode worker {target.worker_id} at {target.address}: incarnation {target.incarnation} is gone, "
-            f"{decode.worker_id} incarnation {decode.incarnation} answers"
+            f"{decode.role.value} worker {target.worker_id} at {target.address}: incarnation {target.incarnation} is "
+            f"gone, {decode.worker_id} incarnation {decode.incarnation} answers"
         )
-    _check(prefill, decode)
+    _check(prefill, decode, for_prefixes=for_prefixes)
 
 
 def check_prefill_peer(hello: LinkHello, decode: WorkerInfo, newest_generation: int) -> None:
@@ -30,12 +32,12 @@ def check_prefill_peer(hello: LinkHello, decode: WorkerInfo, newest_generation: 
     """
     if hello.protocol != PROTOCOL_VERSION:
         raise IncompatibleWorkersError(
-            f"protocol: prefill {hello.prefill.worker_id} speaks {hello.protocol}, "
-            f"decode {decode.worker_id} speaks {PROTOCOL_VERSION}"
+            f"protocol: {hello.prefill.role.value} {hello.prefill.worker_id} speaks {hello.protocol}, "
+            f"{decode.role.value} {decode.worker_id} speaks {PROTOCOL_VERSION}"
         )
     if hello.decode_incarnation != decode.incarnation:
         raise WorkerLostError(
-            f"decode worker {decode.worker_id}: incarnation {hello.decode_incarnation} is gone, "
+            f"{decode.role.value} worker {decode.worker_id}: incarnation {hello.decode_incarnation} is gone, "
             f"this is {decode.incarnation}"
         )
     if hello.generation <= newest_generation:
@@ -44,16 +46,23 @@ def check_prefill_peer(hello: LinkHello, decode: WorkerInfo, newest_generation: 
         )
     if hello.target_chunk_bytes < 1:
         raise IncompatibleWorkersError(f"target_chunk_bytes: must be positive, got {hello.target_chunk_bytes}")
-    _check(hello.prefill, decode)
+    if hello.tail_tokens < 0:
+        raise IncompatibleWorkersError(f"tail_tokens: must not be negative, got {hello.tail_tokens}")
+    _check(hello.prefill, decode, for_prefixes=hello.for_prefixes)
 
 
-def _check(prefill: WorkerInfo, decode: WorkerInfo) -> None:
+def _check(prefill: WorkerInfo, decode: WorkerInfo, *, for_prefixes: bool) -> None:
     problems = prefill.incompatibilities(decode)
-    if prefill.role is not Role.PREFILL:
+    # Whoever holds a prefix may give it away; only prefill workers ask for one.
+    if not for_prefixes and prefill.role is not Role.PREFILL:
         problems.append(f"role of {prefill.worker_id} is {prefill.role.value!r}, must be 'prefill'")
-    if decode.role is not Role.DECODE:
-        problems.append(f"role of {decode.worker_id} is {decode.role.value!r}, must be 'decode'")
+    wanted = Role.PREFILL if for_prefixes else Role.DECODE
+    if decode.role is not wanted:
+        problems.append(f"role of {decode.worker_id} is {decode.role.value!r}, must be {wanted.value!r}")
+    if len(prefill.codecs) != 1:
+        problems.append(f"codecs of {prefill.worker_id} are {list(prefill.codecs)}, must be the one that it uses")
     if problems:
         raise IncompatibleWorkersError(
-            f"prefill {prefill.worker_id} and decode {decode.worker_id} cannot exchange KV: " + "; ".join(problems)
+            f"{prefill.role.value} {prefill.worker_id} and {decode.role.value} {decode.worker_id} cannot exchange KV: "
+            + "; ".join(problems)
         )

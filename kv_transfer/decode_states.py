@@ -151,16 +151,17 @@ class Unservable:
 
 @dataclass(frozen=True, slots=True)
 class ChunkArrived:
-    """A frame that claims to be chunk `seq` of ticket `nonce`; one-sided: the notice that its write has landed.
-
-    `fault` says what is wrong with it: checksum, length, or a range that is not in the plan.
-    """
+    """A frame that claims to be chunk `seq` of ticket `nonce`; one-sided: the notice that its write has landed."""
 
     nonce: int
     link: LinkId
     seq: int
     nbytes: int
     fault: str | None
+    """What is wrong with it: checksum, length, or a range that is not in the plan."""
+    in_place: bool = False
+    """The payload is in its blocks already, verified: a one-sided write, or a thread of its transport, has put it there
+    while the ticket was open. Otherwise it is at hand, and stored if the chunk is wanted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -262,7 +263,8 @@ class Allocate:
 
 @dataclass(frozen=True, slots=True)
 class StoreChunk:
-    """Copy the payload at hand into the blocks. Answered by Stored, or by StoreFailed if the pool refuses it."""
+    """Copy the payload at hand into the blocks. Answered by Stored, by StoreFailed if the pool refuses it, or by
+    ChunkArrived with a fault if it turns out not to be a payload."""
 
     seq: int
     nbytes: int

@@ -182,14 +182,17 @@ def _commit_if_complete(s: Reserved, actions: tuple[DecodeAction, ...]) -> Resul
 
 
 def _chunk(s: Reserved, e: ChunkArrived, now: float) -> Result:
-    if e.nonce != s.nonce or e.link != s.link:
-        return s, (_gone(s, e.nonce, "stale_attempt", "the chunk belongs to an older ticket or link"),)
+    if e.nonce != s.nonce:
+        return s, (_gone(s, e.nonce, "stale_attempt", "the chunk belongs to an older ticket"),)
+    if e.link != s.link:
+        # Left over from before a reconnection. Not Gone: the ticket lives on, and may be committed after all.
+        return s, ()
     if e.fault is not None or not 0 <= e.seq < s.num_chunks:
         return _damaged(s, e, now)
     bit = 1 << e.seq
     if s.stored & bit:
         return s, (Send(ChunkAck(s.terms.id, s.nonce, e.seq, s.stored_nbytes)),)
-    if s.terms.one_sided:
+    if e.in_place:
         return _stored(s, Stored(e.seq, e.nbytes), now)
     return s, (StoreChunk(e.seq, e.nbytes),)
 
@@ -233,7 +236,8 @@ def _commit(s: Reserved, e: CommitArrived, now: float) -> Result:
         link=max(s.link, e.link, key=lambda link: link.generation),
     )
     if repeated_without_progress and not s.complete:
-        return s, (Send(CommitNack(s.terms.id, s.nonce, s.missing_seqs)),)
+        # P goes back to pushing. Its next Commit may overtake the repeats as the first one did, and counts as new.
+        return replace(s, first_token=None), (Send(CommitNack(s.terms.id, s.nonce, s.missing_seqs)),)
     return _commit_if_complete(s, ())
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from kv_transfer.messages import ChunkAck, Reserve
-from kv_transfer.plan import ChunkPlan
+from kv_transfer.plan import ChunkPlan, Frontier
 from kv_transfer.prefill_states import (
     Cancelled,
     CommitRequested,
@@ -29,7 +29,7 @@ from kv_transfer.prefill_states import (
 from kv_transfer.prefill_table import start, step
 from kv_transfer.table import Machine
 from pdserve.errors import PdServeError, error_from_code
-from pdserve.types import GenerationJob, HandoffId
+from pdserve.types import GenerationJob, HandoffId, PrefixFetch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,6 +37,7 @@ class HandoffResult:
     """How a committed hand-off went."""
 
     transport: str
+    """Name of the transport that carried the chunks; of all of them, joined by "+", if one took over from another."""
     kv_bytes: int
     """Payload of all chunks, without repeats and without what the decode worker held already."""
     transfer_s: float
@@ -48,10 +49,6 @@ class HandoffResult:
 class HandoffLink(Protocol):
     """What a hand-off needs of its link."""
 
-    @property
-    def transport_name(self) -> str:
-        """Name of the transport that the link uses."""
-
     def add(self, handoff: Handoff) -> None:
         """Carry this hand-off from now on until it has ended."""
 
@@ -60,7 +57,7 @@ class HandoffLink(Protocol):
 
 
 class Handoff:
-    """One attempt to hand one request to one decode worker.
+    """One attempt to hand one request to one decode worker, or to send a prefix to the worker that asked for it.
 
     Call `reserve` once, then `advance` as often as tokens become final, then `commit`; `abort` at any time. The source
     blocks must stay owned and unchanged (below the frontier) until `commit` returns, or `abort` returns after anything
@@ -68,7 +65,13 @@ class Handoff:
     """
 
     def __init__(
-        self, *, job: GenerationJob, blocks: Sequence[int], plan: ChunkPlan, timers: PrefillTimers, link: HandoffLink
+        self,
+        *,
+        job: GenerationJob | PrefixFetch,
+        blocks: Sequence[int],
+        plan: ChunkPlan,
+        timers: PrefillTimers,
+        link: HandoffLink,
     ) -> None:
         self.id = HandoffId(job.request_id, job.attempt)
         self.job = job
@@ -80,7 +83,9 @@ class Handoff:
         self._machine: Machine[PrefillState, PrefillEvent, PrefillAction] = Machine(
             start(offer, time.monotonic()), step
         )
-        self._num_final_tokens = 0
+        self._frontier = Frontier()
+        self._transports: dict[str, None] = {}
+        """Those that have carried chunks, in order."""
         self._granted = asyncio.Event()
         self._ended = asyncio.Event()
         self._commit_called_at = 0.0
@@ -133,9 +138,17 @@ class Handoff:
 
     def advance(self, num_final_tokens: int) -> None:
         """KV of the first `num_final_tokens` tokens is in the source blocks and final: send what that completes."""
-        if num_final_tokens > self._num_final_tokens:
-            self._num_final_tokens = num_final_tokens
-            self._link.dispatch(self, Computed(num_final_tokens))
+        self.advance_to(Frontier(num_final_tokens))
+
+    def advance_to(self, frontier: Frontier) -> None:
+        """As `advance`, also in the middle of a step, after some of its layers.
+
+        End the hand-off if that step fails. Should its tokens be computed again, in other company, an engine may round
+        differently (the CPU engine does not), and the decode worker must not get layers of the one and of the other.
+        """
+        if frontier > self._frontier:
+            self._frontier = frontier
+            self._link.dispatch(self, Computed(frontier))
 
     async def commit(self, first_token: int) -> HandoffResult:
         """Hand the request over with its first drawn token; every token must be final.
@@ -143,14 +156,14 @@ class Handoff:
         Returns once the decode worker owns it: the caller may free the source blocks. Raises like `reserve`; an error
         with `details["outcome"] == "unknown"` means that the decode worker may own it all the same.
         """
-        assert self._num_final_tokens >= self.plan.num_tokens, f"commit of {self.id} before all tokens are final"
+        assert self._frontier.num_tokens >= self.plan.num_tokens, f"commit of {self.id} before all tokens are final"
         self._commit_called_at = time.monotonic()
         self._link.dispatch(self, CommitRequested(first_token))
         await self._ended.wait()
         self._raise_if_failed()
         stored_at = min(max(self._stored_at, self._commit_called_at), self._ended_at)
         return HandoffResult(
-            transport=self._link.transport_name,
+            transport="+".join(self.transports),
             kv_bytes=self.plan.total_nbytes,
             transfer_s=stored_at - self._commit_called_at,
             commit_s=self._ended_at - stored_at,
@@ -180,6 +193,15 @@ class Handoff:
                     self._granted.set()
                     self._ended.set()
         return actions
+
+    @property
+    def transports(self) -> tuple[str, ...]:
+        """Names of those that have carried chunks, in order."""
+        return tuple(self._transports)
+
+    def carried_by(self, transport: str) -> None:
+        """For the link: a chunk is given to this transport."""
+        self._transports[transport] = None
 
     @property
     def failure(self) -> Failure | None:

@@ -2,13 +2,13 @@
 
 One task (`run`) owns the stream, its reader, writer, ticker and poster, and brings the stream back after a break. All
 state changes go through `dispatch`, which never awaits, so that each event is carried out whole before the next.
+Chunks are posted beside it, over the best transport that works (`poster.py`).
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 import logging
 import time
 from collections import deque
@@ -16,10 +16,13 @@ from collections.abc import Iterator, Mapping
 
 import grpc
 
-from kv_transfer.codec import Reply, Request, reply_from_proto, request_to_proto
+from kv_transfer.chunk_io import prefill_io
+from kv_transfer.codec import Reply, Request, replies_from_proto, request_to_proto
 from kv_transfer.compatibility import check_decode_peer
-from kv_transfer.config import TransferConfig
+from kv_transfer.control_stream import ControlCall, open_call, reply_from_wire, seal
+from kv_transfer.counters import TransportCounters
 from kv_transfer.handoff import Handoff
+from kv_transfer.lanes import Lanes, NoTransport
 from kv_transfer.liveness import PeerWatch, backoff_s
 from kv_transfer.messages import (
     Abort,
@@ -29,7 +32,9 @@ from kv_transfer.messages import (
     LinkId,
     LinkRefused,
     LinkWelcome,
+    ProbeAck,
 )
+from kv_transfer.poster import ChunkPoster
 from kv_transfer.prefill_states import (
     Cancelled,
     DecodeLost,
@@ -38,24 +43,16 @@ from kv_transfer.prefill_states import (
     LinkUp,
     NotifyEnded,
     PostChunk,
-    PostFailed,
     PrefillEvent,
-    Pushing,
     Send,
     SendReserve,
-    SourceFree,
     Tick,
-    Window,
 )
-from kv_transfer.transports import choose
-from kv_transfer.transports.base import PostError, SendingTransport, TransportKind
+from kv_transfer.transports.base import Endpoint, TransportContext, TransportKind
 from kv_transfer.transports.grpc_raw import grpc_reason
-from kv_transfer.wire import Frame, encode
+from kv_transfer.wire_format import WireFormat, negotiate
 from pdserve.errors import InternalError, OverloadedError, PdServeError, WorkerLostError, error_from_code
-from pdserve.kv_layout import KvBlockStore
 from pdserve.rpc.options import CHANNEL_OPTIONS
-from pdserve.rpc.v1 import handoff_pb2 as pb
-from pdserve.rpc.v1.handoff_pb2_grpc import KvTransferStub
 from pdserve.types import DecodeTarget, HandoffId
 from pdserve.worker_info import WorkerInfo
 
@@ -64,11 +61,13 @@ logger = logging.getLogger(__name__)
 _CLOSE_TIMEOUT_S = 1.0
 """How long a link that is being closed may take to deliver its last messages."""
 
-ControlCall = grpc.aio.StreamStreamCall[pb.HandoffRequest, pb.HandoffReply]
-
 
 class LinkDown(Exception):  # noqa: N818 (an event in the life of a link, not an error of a caller)
-    """The control stream is broken or silent; the message says how. The peer may still be alive."""
+    """The control stream is broken; the message says how. The peer may still be alive."""
+
+
+class PeerSilent(LinkDown):
+    """The peer has said nothing for so long that it counts as lost. There is no point in waiting for it once more."""
 
 
 class PrefillLink:
@@ -79,44 +78,51 @@ class PrefillLink:
         *,
         target: DecodeTarget,
         info: WorkerInfo,
-        store: KvBlockStore,
-        config: TransferConfig,
+        context: TransportContext,
         transports: Mapping[str, TransportKind],
         generations: Iterator[int],
+        counters: TransportCounters,
+        for_prefixes: bool = False,
     ) -> None:
+        config = context.config
         self.target = target
-        self.bytes_posted = 0
-        """Payload given to the transport, repeats included."""
         self.num_committed = 0
         self.num_failed = 0
         self._info = info
-        self._store = store
+        self._for_prefixes = for_prefixes
+        self._context = context
         self._config = config
         self._transports = transports
+        self._counters = counters
         self._generations = generations
-        self._tick_s = min(config.heartbeat_s, config.resend_s, config.stall_timeout_s, config.commit_timeout_s) / 4
+        self._tick_s = (
+            min(
+                config.heartbeat_s,
+                config.resend_s,
+                config.chunk_timeout_s,
+                config.stall_timeout_s,
+                config.commit_timeout_s,
+            )
+            / 4
+        )
         self._handoffs: dict[HandoffId, Handoff] = {}
         """Live ones, oldest first."""
         self._events: deque[tuple[Handoff, PrefillEvent]] = deque()
         self._dispatching = False
-        self._posts: deque[PostChunk] = deque()
-        self._work = asyncio.Event()
-        """Set whenever a chunk may have become postable."""
         self._outbox: asyncio.Queue[Request | None] | None = None
         """Messages to write; None while the link is down, and in the queue as the mark of its end."""
+        self._late_aborts: deque[Abort] = deque(maxlen=config.control_queue_size)
+        """Of hand-offs that ended while the link was down: the decode worker need not keep their blocks for a lease."""
         self._sent_at = 0.0
-        self._credit_nbytes = config.credit_bytes
-        self._transport_name = ""
+        self._wire: WireFormat | None = None
+        """Of the decode worker, once the link has been up."""
+        self._poster: ChunkPoster | None = None
+        """While the link is up."""
         self._failure: Failure | None = None
         self._was_up = False
         self._overflowed = False
         self._closing = asyncio.Event()
         self._peer = f"decode worker {target.worker_id} at {target.address}"
-
-    @property
-    def transport_name(self) -> str:
-        """Name of the transport that the link uses; empty before it was first up."""
-        return self._transport_name
 
     @property
     def num_live(self) -> int:
@@ -134,7 +140,7 @@ class PrefillLink:
         if self._failure is not None:
             self.dispatch(handoff, DecodeLost(self._failure))
         elif self._outbox is not None:
-            self.dispatch(handoff, LinkUp(self._transports[self._transport_name].one_sided))
+            self.dispatch(handoff, self._link_up())
 
     def dispatch(self, handoff: Handoff, event: PrefillEvent) -> None:
         """Apply an event and carry out its actions; events that these cause follow in order."""
@@ -147,7 +153,11 @@ class PrefillLink:
                 self._carry_out(*self._events.popleft())
         finally:
             self._dispatching = False
-        self._work.set()
+        if self._poster is not None:
+            self._poster.wake()
+
+    def _link_up(self) -> LinkUp:
+        return LinkUp(self._poster is not None and self._poster.one_sided, self._wire)
 
     def _dispatch_all(self, event: PrefillEvent) -> None:
         for handoff in list(self._handoffs.values()):
@@ -161,7 +171,8 @@ class PrefillLink:
                 case Send(message):
                     self._send(message)
                 case PostChunk():
-                    self._posts.append(action)
+                    assert self._poster is not None, "the poster has asked for it"
+                    self._poster.take(action)
                 case NotifyEnded():
                     self._forget(handoff)
 
@@ -181,9 +192,11 @@ class PrefillLink:
         )
 
     def _send(self, message: Request) -> None:
-        if self._outbox is None:
-            return  # lost like any message on a broken link; the tables send again
-        self._put(message)
+        if self._outbox is not None:
+            self._put(message)
+        elif isinstance(message, Abort):
+            # Others are lost like any message on a broken link, and sent again by the tables. Nobody repeats this one.
+            self._late_aborts.append(message)
 
     def _put(self, message: Request | None) -> None:
         assert self._outbox is not None
@@ -224,11 +237,12 @@ class PrefillLink:
         pauses = backoff_s()
         while not self._closing.is_set():
             link = LinkId(self._info.incarnation, next(self._generations))
+            is_silent = False
             try:
-                await self._session(link)
+                await self._session(link, deadline)
                 return None
             except LinkDown as error:
-                reason = str(error)
+                reason, is_silent = str(error), isinstance(error, PeerSilent)
             except PdServeError as error:
                 return error
             now = time.monotonic()
@@ -237,98 +251,121 @@ class PrefillLink:
                 self._was_up = False
                 deadline, pauses = now + self._config.reconnect_s, backoff_s()
             self._dispatch_all(LinkLost())
-            if now >= deadline:
+            if not is_silent:
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(self._closing.wait(), min(next(pauses), deadline - now))
+            if not self._closing.is_set() and (is_silent or time.monotonic() >= deadline):
                 return WorkerLostError(f"{self._peer} does not answer: {reason}")
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._closing.wait(), min(next(pauses), deadline - now))
         return None
 
-    async def _session(self, link: LinkId) -> None:
-        """One life of the stream. Returns after `close`; raises LinkDown when it breaks.
+    async def _session(self, link: LinkId, deadline: float) -> None:
+        """One life of the stream. Returns after `close`; raises LinkDown when it breaks, or is not open at `deadline`.
 
         Raises IncompatibleWorkersError, WorkerLostError (another incarnation answers) or what the decode worker says if
         the link cannot be used at all.
         """
         channel = grpc.aio.insecure_channel(self.target.address, options=CHANNEL_OPTIONS)
-        transport: SendingTransport | None = None
         call: ControlCall | None = None
+        lanes: Lanes | None = None
         try:
-            call = KvTransferStub(channel).Control()
-            kind = await self._open(call, link)
-            transport = kind.sending(self.target.address, self.target.incarnation, link)
-            await self._serve(call, transport, link)
+            call = open_call(channel)
+            self._wire, endpoints = await self._open(call, link, deadline)
+            lanes = Lanes(
+                kinds=self._transports,
+                endpoints=endpoints,
+                context=self._context,
+                target=self.target,
+                link=link,
+                counters=self._counters,
+            )
+            self._poster = ChunkPoster(
+                lanes=lanes,
+                io=prefill_io(self._context.store, self._wire),
+                config=self._config,
+                tick_s=self._tick_s,
+                handoffs=self._handoffs,
+                dispatch=self.dispatch,
+                counters=self._counters,
+            )
+            await self._serve(call, self._poster, link)
         finally:
             self._outbox = None
             if call is not None:
                 call.cancel()
-            if transport is not None:
-                await transport.fence()
-            self._posts.clear()
+            if lanes is not None:
+                await lanes.fence()
+            self._poster = None
             await channel.close()
 
-    async def _open(self, call: ControlCall, link: LinkId) -> TransportKind:
-        """Exchange hello and welcome."""
+    async def _open(self, call: ControlCall, link: LinkId, deadline: float) -> tuple[WireFormat, tuple[Endpoint, ...]]:
+        """Exchange hello and welcome. Returns what payloads look like, and how the decode worker is to be reached."""
         hello = LinkHello(
             prefill=self._info,
             generation=link.generation,
             decode_incarnation=self.target.incarnation,
             target_chunk_bytes=self._config.target_chunk_bytes,
+            tail_tokens=self._config.tail_tokens,
+            offers=tuple(kind.offer(self._context) for kind in self._transports.values()),
+            for_prefixes=self._for_prefixes,
         )
+        timeout_s = deadline - time.monotonic()
         try:
-            async with asyncio.timeout(self._config.peer_timeout_s):
+            async with asyncio.timeout(timeout_s):
                 await _write(call, hello)
-                reply = await _read(call)
+                (reply,) = await _read(call)
         except TimeoutError:
-            raise LinkDown(f"no answer within {self._config.peer_timeout_s:g} s") from None
+            raise LinkDown(f"no answer within {timeout_s:.2f} s") from None
         match reply:
             case LinkRefused(code=code, message=message):
                 raise error_from_code(code, message)
-            case LinkWelcome(decode=decode):
-                check_decode_peer(self._info, decode, self.target)
+            case LinkWelcome(decode=decode, endpoints=endpoints):
+                check_decode_peer(self._info, decode, self.target, for_prefixes=self._for_prefixes)
+                return negotiate(self._info.kv_layout, decode.kv_layout, self._info.codecs[0]), endpoints
             case _:
                 raise LinkDown(f"answered with {type(reply).__name__} instead of a welcome")
-        self._transport_name = choose(self._info.transports, decode.transports)
-        return self._transports[self._transport_name]
 
-    async def _serve(self, call: ControlCall, transport: SendingTransport, link: LinkId) -> None:
+    async def _serve(self, call: ControlCall, poster: ChunkPoster, link: LinkId) -> None:
         watch = PeerWatch(self._config.peer_timeout_s, self._tick_s, time.monotonic())
         self._outbox = asyncio.Queue(maxsize=self._config.control_queue_size)
         self._overflowed = False
         self._was_up = True
         try:
             async with asyncio.TaskGroup() as tasks:
-                tasks.create_task(self._read_replies(call, watch), name=f"kv-link-{link}-read")
+                tasks.create_task(self._read_replies(call, watch, poster), name=f"kv-link-{link}-read")
                 tasks.create_task(self._write_requests(call, self._outbox), name=f"kv-link-{link}-write")
-                tasks.create_task(self._tick(watch), name=f"kv-link-{link}-tick")
-                tasks.create_task(self._post_chunks(transport), name=f"kv-link-{link}-post")
+                tasks.create_task(self._tick(watch, poster), name=f"kv-link-{link}-tick")
+                tasks.create_task(self._post(poster), name=f"kv-link-{link}-post")
                 if self._closing.is_set():
                     self._outbox.put_nowait(None)
-                self._dispatch_all(LinkUp(self._transports[self._transport_name].one_sided))
+                while self._late_aborts:
+                    self._send(self._late_aborts.popleft())
+                self._dispatch_all(self._link_up())
         except* _Closed:
             logger.debug("KV link %s to %s is closed", link, self._peer)
         except* LinkDown as group:
-            raise LinkDown("; ".join(str(error) for error in group.exceptions)) from group
+            kind = PeerSilent if group.subgroup(PeerSilent) else LinkDown
+            raise kind("; ".join(str(error) for error in group.exceptions)) from group
 
-    async def _read_replies(self, call: ControlCall, watch: PeerWatch) -> None:
+    async def _read_replies(self, call: ControlCall, watch: PeerWatch, poster: ChunkPoster) -> None:
         while True:
             try:
-                reply = await _read(call)
+                replies = await _read(call)
             except LinkDown:
                 if self._closing.is_set():
                     raise _Closed from None
                 raise
             watch.heard(time.monotonic())
-            self._receive(reply)
+            for reply in replies:
+                poster.received(reply)
+                self._receive(reply)
 
     def _receive(self, reply: Reply) -> None:
-        if isinstance(reply, LinkHeartbeat):
+        if isinstance(reply, LinkHeartbeat | ProbeAck):
             return
         if isinstance(reply, LinkWelcome | LinkRefused):
             raise LinkDown(f"{type(reply).__name__} in the middle of the stream")
         handoff = self._handoffs.get(reply.id)
         if handoff is not None:
-            if isinstance(reply, Grant):
-                self._credit_nbytes = reply.credit_bytes
             self.dispatch(handoff, reply)
         elif isinstance(reply, Grant):
             # The table's answer in Done and Failed, which are not kept: nobody wants this room any more.
@@ -342,73 +379,28 @@ class PrefillLink:
         await asyncio.sleep(_CLOSE_TIMEOUT_S)
         raise _Closed
 
-    async def _tick(self, watch: PeerWatch) -> None:
+    async def _post(self, poster: ChunkPoster) -> None:
+        try:
+            await poster.run()
+        except NoTransport as error:
+            raise LinkDown(str(error)) from error
+
+    async def _tick(self, watch: PeerWatch, poster: ChunkPoster) -> None:
         while True:
             await asyncio.sleep(self._tick_s)
             now = time.monotonic()
             if watch.is_dead(now):
-                raise LinkDown(f"silent for {self._config.peer_timeout_s:g} s")
+                raise PeerSilent(f"silent for {self._config.peer_timeout_s:g} s")
             if self._overflowed:
                 raise LinkDown(
                     f"{self._config.control_queue_size} control messages are waiting; the peer does not read"
                 )
+            if not self._handoffs and poster.lanes.may_recover(now):
+                raise LinkDown("it is opened again to see whether the transports that failed work now")
             if now - self._sent_at >= self._config.heartbeat_s - self._tick_s:
                 self._send(LinkHeartbeat())
+            poster.check(now, peer_is_alive=watch.silence_s(now) < 2 * self._config.heartbeat_s)
             self._dispatch_all(Tick())
-
-    # Chunks -----------------------------------------------------------------------------------------------------------
-
-    async def _post_chunks(self, transport: SendingTransport) -> None:
-        pauses = backoff_s()
-        while True:
-            self._work.clear()
-            choice = self._next_chunk(time.monotonic())
-            if choice is None:
-                await self._work.wait()
-                continue
-            handoff, seq = choice
-            self.dispatch(handoff, Window(seq))
-            post = self._posts.popleft()
-            frame = self._frame(handoff, post)
-            freed = functools.partial(self.dispatch, handoff, SourceFree(post.nonce, post.seq))
-            try:
-                await transport.post(frame, freed)
-            except PostError as error:
-                self.dispatch(handoff, PostFailed(post.nonce, post.seq, str(error)))
-                await asyncio.sleep(next(pauses))
-            else:
-                self.bytes_posted += handoff.plan.chunk(seq).nbytes
-                pauses = backoff_s()
-
-    def _next_chunk(self, now: float) -> tuple[Handoff, int] | None:
-        """The first sendable chunk of the oldest hand-off that has one, if there is credit for it.
-
-        Younger ones never overtake an older one that waits for credit.
-        """
-        in_flight = sum(handoff.outstanding_nbytes for handoff in self._handoffs.values())
-        num_pushing = 0
-        for handoff in self._handoffs.values():
-            state = handoff.state
-            if not isinstance(state, Pushing):
-                continue
-            sendable = state.sendable(now)
-            if not sendable and not state.push.outstanding:
-                continue  # waits for compute
-            num_pushing += 1
-            if num_pushing > self._config.max_pushing_per_link:
-                return None
-            if sendable:
-                seq = (sendable & -sendable).bit_length() - 1
-                # A chunk larger than the whole window goes alone.
-                fits = not in_flight or in_flight + handoff.plan.chunk(seq).nbytes <= self._credit_nbytes
-                return (handoff, seq) if fits else None
-        return None
-
-    def _frame(self, handoff: Handoff, post: PostChunk) -> Frame:
-        chunk = handoff.plan.chunk(post.seq)
-        blocks = handoff.blocks[chunk.block_begin : chunk.block_end]
-        header = handoff.plan.header(post.seq, nonce=post.nonce, attempt=handoff.id.attempt)
-        return encode(header, self._store.read(blocks, chunk.layer_begin, chunk.layer_end))
 
 
 class _Closed(Exception):  # noqa: N818 (ends the tasks of a link)
@@ -417,15 +409,15 @@ class _Closed(Exception):  # noqa: N818 (ends the tasks of a link)
 
 async def _write(call: ControlCall, message: Request) -> None:
     try:
-        await call.write(request_to_proto(message))
+        await call.write(seal(request_to_proto(message)))
     except (grpc.aio.AioRpcError, asyncio.InvalidStateError) as error:
         raise LinkDown(grpc_reason(error)) from error
 
 
-async def _read(call: ControlCall) -> Reply:
-    """Raises LinkDown at the end of the stream and for a message that is not of this protocol."""
+async def _read(call: ControlCall) -> tuple[Reply, ...]:
+    """Raises LinkDown at the end of the stream and for a message that is damaged or not of this protocol."""
     try:
-        message = await call.read()
+        data = await call.read()
     except (grpc.aio.AioRpcError, asyncio.InvalidStateError) as error:
         raise LinkDown(grpc_reason(error)) from error
     except asyncio.CancelledError:
@@ -434,9 +426,9 @@ async def _read(call: ControlCall) -> Reply:
             raise
         # grpc reports a call that the other side cancelled by a CancelledError that nobody asked for.
         raise LinkDown("cancelled by the decode worker") from None
-    if not isinstance(message, pb.HandoffReply):
+    if not isinstance(data, bytes):
         raise LinkDown("the decode worker closed the stream")
     try:
-        return reply_from_proto(message)
+        return replies_from_proto(reply_from_wire(data))
     except PdServeError as error:
         raise LinkDown(error.message) from error

@@ -5,12 +5,13 @@ The protobuf form is in `codec.py`. `nonce` names one reservation (a ticket); 0 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
-from pdserve.types import GenerationJob, HandoffId
+from pdserve.types import GenerationJob, HandoffId, PrefixFetch
 from pdserve.worker_info import WorkerInfo
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -27,14 +28,29 @@ class LinkId:
 # Opening a link ------------------------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """What one side of a link says about one of its transports, in LinkHello or LinkWelcome."""
+
+    name: str
+    attributes: Mapping[str, str] = field(default_factory=dict)
+    """The transport's own business: an address, a token, which host this is."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinkHello:
     """First message of a link, from the prefill worker."""
 
     prefill: WorkerInfo
+    """The worker that sends KV. Of another role only on links for prefixes."""
     generation: int
     decode_incarnation: str
     target_chunk_bytes: int
+    tail_tokens: int
+    offers: tuple[Endpoint, ...]
+    """Of its transports, best first."""
+    for_prefixes: bool = False
+    """Rather than for requests: from any worker to a prefill worker that asks for them."""
     protocol: int = PROTOCOL_VERSION
 
 
@@ -43,6 +59,8 @@ class LinkWelcome:
     """The decode worker accepts the link."""
 
     decode: WorkerInfo
+    endpoints: tuple[Endpoint, ...]
+    """Of the offered transports that can serve this link; at least one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,6 +76,14 @@ class LinkHeartbeat:
     """Nothing to say, but alive."""
 
 
+@dataclass(frozen=True, slots=True)
+class ProbeAck:
+    """A probe frame has arrived whole and undamaged on this transport."""
+
+    transport: str
+    seq: int
+
+
 # Prefill to decode ---------------------------------------------------------------------------------------------------
 
 
@@ -66,7 +92,8 @@ class Reserve:
     """Asks for room for `num_tokens` tokens."""
 
     id: HandoffId
-    job: GenerationJob
+    job: GenerationJob | PrefixFetch
+    """What the KV is for: a request to decode, or the prefix that the receiver has asked for."""
     num_tokens: int
     plan_hash: int
     """Of the plan that sends all of them."""
@@ -192,6 +219,22 @@ class AbortAck:
 
     id: HandoffId
     nonce: int
+
+
+# Prefixes ------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefixRequest:
+    """A prefill worker asks another worker to send what it holds of a sequence's beginning."""
+
+    id: HandoffId
+    """Of the hand-off that brings it."""
+    requester: WorkerInfo
+    names: tuple[bytes, ...]
+    """Of the wanted blocks, from the first one of the sequence on."""
+    timeout_s: float
+    """After which the requester is not interested any more."""
 
 
 ToDecode = Reserve | Commit | Renew | Abort | Quiet

@@ -8,7 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kv_transfer.messages import Abort, Commit, Quiet, Renew, ToPrefill
-from kv_transfer.plan import ChunkPlan
+from kv_transfer.plan import ChunkPlan, Frontier
+from kv_transfer.wire_format import WireFormat
 from pdserve.types import HandoffId
 
 
@@ -29,7 +30,7 @@ class Offer:
 
     id: HandoffId
     plan: ChunkPlan
-    """For all tokens. That of a ticket may leave out leading ones, see `Push`."""
+    """For all tokens; since LinkUp as this decode worker needs it. That of a ticket may leave out leading tokens."""
     timers: PrefillTimers
 
 
@@ -53,8 +54,8 @@ class Reserving:
     """Waiting for room. P owns the source blocks; D holds nothing, or a reservation that P has not heard of."""
 
     offer: Offer
-    num_final_tokens: int
-    """Leading tokens whose KV is final."""
+    frontier: Frontier
+    """How far the KV is final."""
     first_token: int | None
     """Set once the caller has asked for the commit."""
     committed_nonce: int = 0
@@ -74,8 +75,8 @@ class Push:
     nonce: int
     plan: ChunkPlan
     """What of the tokens the decode worker lacks."""
-    num_final_tokens: int
-    """Leading tokens whose KV is final."""
+    frontier: Frontier
+    """How far the KV is final."""
     posted: int = 0
     """Chunks given to the transport and not refused since."""
     reading: int = 0
@@ -99,7 +100,7 @@ class Push:
     @property
     def ready(self) -> int:
         """Chunks whose bytes are final."""
-        return (1 << self.plan.num_sendable(self.num_final_tokens)) - 1
+        return self.plan.sendable(self.frontier)
 
     @property
     def all_posted(self) -> bool:
@@ -177,9 +178,9 @@ PrefillState = Reserving | Pushing | Committing | Aborting | Done | Failed
 
 @dataclass(frozen=True, slots=True)
 class Computed:
-    """The immutable frontier has moved: the KV of the first `num_final_tokens` tokens is final."""
+    """The immutable frontier has moved."""
 
-    num_final_tokens: int
+    frontier: Frontier
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,15 +199,6 @@ class SourceFree:
 
 
 @dataclass(frozen=True, slots=True)
-class PostFailed:
-    """The transport could not deliver this chunk."""
-
-    nonce: int
-    seq: int
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
 class CommitRequested:
     """The caller has drawn the first token."""
 
@@ -222,14 +214,28 @@ class Cancelled:
 
 @dataclass(frozen=True, slots=True)
 class LinkUp:
-    """The control stream is open, and the transport that goes with it chosen."""
+    """The control stream is open."""
 
     one_sided: bool
+    """Whether the transport that is in use by now is; without consequence before the first chunk."""
+    wire: WireFormat | None = None
+    """How payloads look on this link; None: as the offer has it."""
+
+
+@dataclass(frozen=True, slots=True)
+class TransportChanged:
+    """The transport in use has failed and is about to be fenced, or another one has taken its place.
+
+    What has not been acknowledged goes again, each chunk after its SourceFree. Nothing is posted in between.
+    """
+
+    one_sided: bool
+    """Whether the transport in use now is."""
 
 
 @dataclass(frozen=True, slots=True)
 class LinkLost:
-    """The control stream broke and the transport is fenced: every SourceFree has been reported. It may come back."""
+    """The control stream broke and all transports are fenced: every SourceFree has been reported. It may come back."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -249,10 +255,10 @@ PrefillEvent = (
     | Computed
     | Window
     | SourceFree
-    | PostFailed
     | CommitRequested
     | Cancelled
     | LinkUp
+    | TransportChanged
     | LinkLost
     | DecodeLost
     | Tick
@@ -276,7 +282,7 @@ class Send:
 
 @dataclass(frozen=True, slots=True)
 class PostChunk:
-    """Give a chunk to the transport. Answered by one SourceFree, and by PostFailed if it cannot be delivered."""
+    """Give a chunk to the transport. Answered by one SourceFree, and by TransportChanged if it cannot be delivered."""
 
     nonce: int
     seq: int

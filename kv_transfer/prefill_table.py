@@ -24,6 +24,7 @@ from kv_transfer.messages import (
     Renew,
     RenewAck,
 )
+from kv_transfer.plan import Frontier
 from kv_transfer.prefill_states import (
     Aborting,
     Cancelled,
@@ -40,7 +41,6 @@ from kv_transfer.prefill_states import (
     NotifyGranted,
     Offer,
     PostChunk,
-    PostFailed,
     PrefillAction,
     PrefillEvent,
     PrefillState,
@@ -51,6 +51,7 @@ from kv_transfer.prefill_states import (
     SendReserve,
     SourceFree,
     Tick,
+    TransportChanged,
     Window,
 )
 from kv_transfer.table import InvalidTransition
@@ -71,7 +72,7 @@ def start(offer: Offer, now: float) -> Reserving:
     timers = offer.timers
     return Reserving(
         offer=offer,
-        num_final_tokens=0,
+        frontier=Frontier(),
         first_token=None,
         deadline=now + timers.reserve_timeout_s,
         resend_at=now + timers.resend_s,
@@ -107,10 +108,10 @@ def _restart(s: Pushing, now: float) -> Result:
     if s.push.restarts == MAX_RESTARTS:
         message = f"the link to the decode worker broke {MAX_RESTARTS + 1} times"
         failure = Failure(code="handoff_failed", message=message)
-        return _fail(s.offer, _unless_settled(failure, s.push.commit_sent))
+        return _fail(s.offer, _unless_settled(failure, s.push.commit_sent), Send(Abort(s.offer.id, s.push.nonce)))
     state = replace(
         start(s.offer, now),
-        num_final_tokens=s.push.num_final_tokens,
+        frontier=s.push.frontier,
         first_token=s.push.first_token,
         committed_nonce=s.push.nonce if s.push.commit_sent else 0,
         restarts=s.push.restarts + 1,
@@ -200,7 +201,7 @@ def _granted(s: Reserving, e: Grant, now: float) -> Result:
     push = Push(
         nonce=e.nonce,
         plan=plan,
-        num_final_tokens=s.num_final_tokens,
+        frontier=s.frontier,
         first_token=s.first_token,
         restarts=s.restarts,
         one_sided=s.one_sided,
@@ -262,7 +263,7 @@ def _is_out(s: Holding, seq: int) -> bool:
     return 0 <= seq < s.push.plan.num_chunks and bool(s.push.outstanding >> seq & 1)
 
 
-def _nak(s: Holding, e: ChunkNak | PostFailed, now: float) -> Result:
+def _nak(s: Holding, e: ChunkNak, now: float) -> Result:
     return _repost(s, (e.seq,), e.reason, now) if e.nonce == s.push.nonce and _is_out(s, e.seq) else (s, ())
 
 
@@ -305,12 +306,11 @@ def _renewed(s: Holding, e: RenewAck, now: float) -> Result:
 
 
 def _buffer(s: Reserving, e: Computed, now: float) -> Result:
-    return replace(s, num_final_tokens=max(s.num_final_tokens, e.num_final_tokens)), ()
+    return replace(s, frontier=max(s.frontier, e.frontier)), ()
 
 
 def _computed(s: Pushing, e: Computed, now: float) -> Result:
-    num_final_tokens = max(s.push.num_final_tokens, e.num_final_tokens)
-    return replace(s, push=replace(s.push, num_final_tokens=num_final_tokens)), ()
+    return replace(s, push=replace(s.push, frontier=max(s.push.frontier, e.frontier))), ()
 
 
 def _post(s: Pushing, e: Window, now: float) -> Result:
@@ -357,16 +357,46 @@ def _cancel(s: Holding, e: Cancelled, now: float) -> Result:
 
 def _reserve(s: Reserving, e: LinkUp, now: float) -> Result:
     timers = s.offer.timers
-    state = replace(s, one_sided=e.one_sided, deadline=now + timers.reserve_timeout_s, resend_at=now + timers.resend_s)
+    state = replace(
+        s,
+        offer=s.offer if e.wire is None else replace(s.offer, plan=s.offer.plan.on(e.wire)),
+        one_sided=e.one_sided,
+        deadline=now + timers.reserve_timeout_s,
+        resend_at=now + timers.resend_s,
+    )
     return state, (SendReserve(),)
 
 
-def _resend_commit(s: Committing, e: LinkUp | Tick, now: float) -> tuple[Committing, tuple[PrefillAction, ...]]:
+def _change_transport(s: Reserving, e: TransportChanged, now: float) -> Result:
+    return replace(s, one_sided=e.one_sided), ()
+
+
+def _post_again(s: Holding, e: TransportChanged, now: float) -> Result:
+    """Go on from the last good chunk. Does not count as a repost: the chunks are not to blame.
+
+    A chunk whose source is still being read is not sendable before SourceFree.
+    """
+    if e.one_sided and s.push.commit_sent and s.push.acked != (1 << s.push.plan.num_chunks) - 1:
+        # As in `_repost`: on the Commit that is out D may take over what has arrived, and give its blocks away.
+        message = "chunks that a Commit has followed cannot be written again over a one-sided transport"
+        return _give_up(s, Failure(code="handoff_failed", message=message), now)
+    push = replace(s.push, posted=s.push.acked, one_sided=e.one_sided, progress_at=now)
+    if isinstance(s, Committing) and push.all_posted:
+        return replace(s, push=push), ()
+    return _advance(s.offer, push, now)
+
+
+def _resend_commit(s: Committing, now: float) -> tuple[Committing, tuple[PrefillAction, ...]]:
     assert s.push.first_token is not None
     return (
         replace(s, resend_at=now + s.offer.timers.resend_s),
         (Send(Commit(s.offer.id, s.push.nonce, s.push.first_token)),),
     )
+
+
+def _link_is_back(s: Committing, e: LinkUp, now: float) -> Result:
+    """Go on under the same ticket. The new link may use another transport."""
+    return _resend_commit(replace(s, push=replace(s.push, one_sided=e.one_sided)), now)
 
 
 def _link_lost(s: Pushing, e: LinkLost, now: float) -> Result:
@@ -415,7 +445,7 @@ def _tick_committing(s: Committing, e: Tick, now: float) -> Result:
     s = replace(s, push=push)
     if now < s.resend_at:
         return s, actions
-    s, resend = _resend_commit(s, e, now)
+    s, resend = _resend_commit(s, now)
     return s, (*actions, *resend)
 
 
@@ -444,10 +474,10 @@ TABLE: dict[type, tuple[Handler | None, ...]] = {
     Computed:        (_buffer,           _computed,           None,                 _ignore,        _ignore),
     Window:          (None,              _post,               None,                 None,           None),
     SourceFree:      (_ignore,           _source_free,        _ignore,              _quiet,         _ignore),
-    PostFailed:      (_ignore,           _nak,                _nak,                 _ignore,        _ignore),
     CommitRequested: (_remember_commit,  _commit,             None,                 _ignore,        _ignore),
     Cancelled:       (_cancel_reserving, _cancel,             _cancel,              _ignore,        _ignore),
-    LinkUp:          (_reserve,          None,                _resend_commit,       None,           _ignore),
+    LinkUp:          (_reserve,          None,                _link_is_back,        None,           _ignore),
+    TransportChanged:(_change_transport, _post_again,         _post_again,          _ignore,        _ignore),
     LinkLost:        (_ignore,           _link_lost,          _ignore,              _fenced,        _ignore),
     DecodeLost:      (_decode_lost_reserving, _decode_lost,   _decode_lost,         _fenced,        _ignore),
     Tick:            (_tick_reserving,   _tick_pushing,       _tick_committing,     _tick_aborting, _ignore),

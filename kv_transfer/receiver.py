@@ -10,10 +10,14 @@ from dataclasses import dataclass
 
 import grpc
 
+from kv_transfer import control_stream
+from kv_transfer.chunk_io import decode_io
 from kv_transfer.codec import reply_to_proto, request_from_proto
 from kv_transfer.compatibility import check_prefill_peer
 from kv_transfer.config import TransferConfig
-from kv_transfer.decode_link import ControlContext, DecodeLink
+from kv_transfer.control_stream import ControlContext, DamagedMessageError, request_from_wire, seal
+from kv_transfer.counters import TransportTotals
+from kv_transfer.decode_link import DecodeLink
 from kv_transfer.decode_states import (
     CommitArrived,
     DecodeEvent,
@@ -24,14 +28,25 @@ from kv_transfer.decode_states import (
     PeerDead,
     ReserveArrived,
 )
-from kv_transfer.messages import Commit, LinkHello, LinkId, LinkRefused, LinkWelcome, Reserve, ToDecode, ToPrefill
+from kv_transfer.landings import TransportSink
+from kv_transfer.messages import (
+    Commit,
+    Endpoint,
+    LinkHello,
+    LinkId,
+    LinkRefused,
+    LinkWelcome,
+    ProbeAck,
+    Reserve,
+    ToDecode,
+    ToPrefill,
+)
 from kv_transfer.reservations import Admission, Origin, Reservations
-from kv_transfer.transports import TRANSPORTS, choose, select
-from kv_transfer.transports.base import ReceivingTransport, TransportKind
-from pdserve.errors import HandoffError, PdServeError, UnavailableError
+from kv_transfer.transports import TRANSPORTS, select
+from kv_transfer.transports.base import ReceivingTransport, TransportContext, TransportKind
+from kv_transfer.wire_format import negotiate
+from pdserve.errors import HandoffError, IncompatibleWorkersError, PdServeError, UnavailableError
 from pdserve.kv_layout import KvBlockStore
-from pdserve.rpc.v1 import handoff_pb2 as pb
-from pdserve.rpc.v1.handoff_pb2_grpc import KvTransferServicer, add_KvTransferServicer_to_server
 from pdserve.types import HandoffId
 from pdserve.worker_info import WorkerInfo
 
@@ -51,6 +66,8 @@ class ReceiverStats:
     num_live: int
     """Reservations being filled, or in quarantine."""
     num_links: int
+    transports: Mapping[str, TransportTotals]
+    """By name, those that have been used."""
 
 
 @dataclass(slots=True)
@@ -74,9 +91,13 @@ class HandoffReceiver:
         store: KvBlockStore,
         admission: Admission,
         config: TransferConfig,
+        bind_host: str = "127.0.0.1",
         transports: Mapping[str, TransportKind] = TRANSPORTS,
     ) -> None:
-        """Raises ConfigError for a transport that is not in `transports`."""
+        """`bind_host` is the address of this machine on which transports of their own sockets listen.
+
+        Raises ConfigError for a transport that is not in `transports`.
+        """
         self._info = info
         self._config = config
         self._reservations = Reservations(
@@ -93,25 +114,41 @@ class HandoffReceiver:
             send=self._send,
             fence=self._fence,
         )
+        self._origins = self._reservations.origins
+        context = TransportContext(
+            incarnation=info.incarnation,
+            store=store,
+            config=config,
+            bind_host=bind_host,
+            advertised_host=info.address.rsplit(":", 1)[0] or bind_host,
+            device=store.device,
+        )
+        landings = self._reservations.landings
         self._kinds = select(info.transports, transports)
         self._transports: dict[str, ReceivingTransport] = {
-            name: kind.receiving(info.incarnation, self._deliver) for name, kind in self._kinds.items()
+            name: kind.receiving(context, TransportSink(name, landings, self._reservations.deliver))
+            for name, kind in self._kinds.items()
         }
+        self._store = store
         self._peers: dict[str, _Peer] = {}
         """By incarnation of the prefill process; kept for a while after its last link, against late hellos."""
-        self._origins: dict[LinkId, Origin] = {}
-        """Of open links."""
         self._ticker: asyncio.Task[None] | None = None
         self._closing = False
 
     def register(self, server: grpc.aio.Server) -> None:
         """Add the control and data services, before the server is started."""
-        add_KvTransferServicer_to_server(_Servicer(self), server)
+        control_stream.register(server, self.serve_link)
         for transport in self._transports.values():
             transport.register(server)
 
     async def start(self) -> None:
-        """Let time act on leases from now on."""
+        """Open the sockets of transports, and let time act on leases from now on.
+
+        Raises ConfigError naming the setting if a transport cannot start.
+        """
+        self._reservations.landings.start()
+        for transport in self._transports.values():
+            await transport.start()
         self._ticker = asyncio.create_task(self._tick(), name="kv-receiver-ticker")
 
     async def aclose(self) -> None:
@@ -122,6 +159,9 @@ class HandoffReceiver:
             if peer.link is not None:
                 peer.link.close("the decode worker is shutting down")
         self._reservations.apply_to_live(PeerDead())
+        for transport in self._transports.values():
+            await transport.aclose()
+        self._reservations.landings.stop()
         if self._ticker is not None:
             self._ticker.cancel()
             await asyncio.wait((self._ticker,))
@@ -151,31 +191,42 @@ class HandoffReceiver:
             num_bad_frames=self._reservations.num_bad_frames,
             num_live=self._reservations.num_live,
             num_links=len(self._origins),
+            transports=self._reservations.counters.snapshot(),
         )
 
     # Links ------------------------------------------------------------------------------------------------------------
 
-    async def serve_link(self, requests: AsyncIterator[pb.HandoffRequest], context: ControlContext) -> None:
+    async def serve_link(self, requests: AsyncIterator[bytes], context: ControlContext) -> None:
         """One control stream, from its hello to its end."""
         try:
+            await self._serve_link(requests, context)
+        except grpc.aio.InternalError as error:
+            # What gRPC raises for a write to a peer that is gone, of which it has not told us yet.
+            logger.info("a KV link broke while it was answered: %s", error)
+
+    async def _serve_link(self, requests: AsyncIterator[bytes], context: ControlContext) -> None:
+        try:
             hello = await self._hello(requests)
-            link = self._open(hello)
+            link, endpoints = self._open(hello)
+        except DamagedMessageError as error:
+            # Not a refusal, which would be for good: the prefill worker opens another stream.
+            await context.abort(grpc.StatusCode.DATA_LOSS, error.message)
         except PdServeError as error:
             logger.warning("refused a KV link: %s", error.message)
-            await context.write(reply_to_proto(LinkRefused(code=error.code, message=error.message)))
+            await context.write(seal(reply_to_proto(LinkRefused(code=error.code, message=error.message))))
             return
-        ended_by_peer = False
+        peer_gone = False
         try:
-            await context.write(reply_to_proto(LinkWelcome(decode=self._info)))
-            ended_by_peer = await link.serve(requests, context)
+            await context.write(seal(reply_to_proto(LinkWelcome(decode=self._info, endpoints=endpoints))))
+            peer_gone = await link.serve(requests, context)
         finally:
-            self._lost(link, peer_gone=ended_by_peer)
+            self._lost(link, peer_gone=peer_gone)
 
-    async def _hello(self, requests: AsyncIterator[pb.HandoffRequest]) -> LinkHello:
+    async def _hello(self, requests: AsyncIterator[bytes]) -> LinkHello:
         try:
             async with asyncio.timeout(self._config.peer_timeout_s):
                 async for request in requests:
-                    message = request_from_proto(request)
+                    message = request_from_proto(request_from_wire(request))
                     if isinstance(message, LinkHello):
                         return message
                     break
@@ -183,26 +234,50 @@ class HandoffReceiver:
             raise HandoffError(f"no LinkHello within {self._config.peer_timeout_s:g} s") from None
         raise HandoffError("the first message of a KV link must be LinkHello")
 
-    def _open(self, hello: LinkHello) -> DecodeLink:
+    def _open(self, hello: LinkHello) -> tuple[DecodeLink, tuple[Endpoint, ...]]:
         """Raises a PdServeError if the link is to be refused."""
         if self._closing:
             raise UnavailableError(f"decode worker {self._info.worker_id} is shutting down")
         peer = self._peers.get(hello.prefill.incarnation)
         check_prefill_peer(hello, self._info, 0 if peer is None else peer.generation)
-        kind = self._kinds[choose(hello.prefill.transports, self._info.transports)]
+        wire = negotiate(hello.prefill.kv_layout, self._info.kv_layout, hello.prefill.codecs[0])
         if peer is not None and peer.link is not None:
             peer.link.close("replaced by a newer link")
             self._lost(peer.link, peer_gone=False)
         link = DecodeLink(hello, self._config, self._receive)
+        endpoints = self._open_transports(link.id, hello)
         self._peers[hello.prefill.incarnation] = _Peer(hello.generation, link, time.monotonic())
-        self._origins[link.id] = Origin(link.id, kind.one_sided, hello.target_chunk_bytes)
-        self._transports[kind.name].open(link.id)
-        return link
+        self._origins[link.id] = Origin(
+            link=link.id,
+            one_sided=any(self._kinds[endpoint.name].one_sided for endpoint in endpoints),
+            wire=wire,
+            io=decode_io(self._store, wire),
+            target_chunk_bytes=hello.target_chunk_bytes,
+            tail_tokens=hello.tail_tokens,
+        )
+        self._reservations.landings.open_link(link.id)
+        return link, endpoints
+
+    def _open_transports(self, link: LinkId, hello: LinkHello) -> tuple[Endpoint, ...]:
+        """Every offered transport that can serve this link. Raises IncompatibleWorkersError if there is none."""
+        endpoints: list[Endpoint] = []
+        for offer in hello.offers:
+            transport = self._transports.get(offer.name)
+            endpoint = None if transport is None else transport.open(link, offer)
+            if endpoint is not None:
+                endpoints.append(endpoint)
+        if not endpoints:
+            raise IncompatibleWorkersError(
+                f"transports: prefill {hello.prefill.worker_id} offers {[offer.name for offer in hello.offers]}, "
+                f"decode {self._info.worker_id} has {list(self._kinds)}; none in common reaches from one to the other"
+            )
+        return tuple(endpoints)
 
     def _lost(self, link: DecodeLink, *, peer_gone: bool) -> None:
         """The stream of this link has ended. Idempotent."""
         if self._origins.pop(link.id, None) is None:
             return
+        self._reservations.landings.close_link(link.id)
         for transport in self._transports.values():
             transport.fence(link.id)
         peer = self._peers[link.id.prefill_incarnation]
@@ -217,10 +292,11 @@ class HandoffReceiver:
         peer = self._peers.get(link_id.prefill_incarnation)
         if peer is not None and peer.link is not None and peer.link.id == link_id:
             peer.link.close("fenced by the decode worker")
+        self._reservations.landings.close_link(link_id)
         for transport in self._transports.values():
             transport.fence(link_id)
 
-    def _send(self, prefill_incarnation: str, message: ToPrefill) -> None:
+    def _send(self, prefill_incarnation: str, message: ToPrefill | ProbeAck) -> None:
         peer = self._peers.get(prefill_incarnation)
         if peer is not None and peer.link is not None:
             peer.link.send(message)
@@ -242,13 +318,9 @@ class HandoffReceiver:
                 event = message
         self._reservations.apply(message.id, event, origin)
 
-    def _deliver(self, link_id: LinkId, frame: bytes) -> None:
-        origin = self._origins.get(link_id)
-        if origin is not None:
-            self._reservations.deliver(origin, frame)
-
     async def _tick(self) -> None:
-        interval_s = min(self._config.lease_s, self._config.reconnect_s, self._config.quarantine_s) / 4
+        # A tenth of what blocks of a crashed peer wait in any case.
+        interval_s = min(self._config.lease_s, self._config.reconnect_s, self._config.quarantine_s) / 10
         while True:
             await asyncio.sleep(interval_s)
             try:
@@ -267,16 +339,3 @@ class HandoffReceiver:
                 self._reservations.apply_to_peer(incarnation, PeerDead())
             if now - peer.since >= self._config.tombstone_s:
                 del self._peers[incarnation]
-
-
-class _Servicer(KvTransferServicer):
-    """gRPC edge."""
-
-    def __init__(self, receiver: HandoffReceiver) -> None:
-        self._receiver = receiver
-
-    # The stub's type knows generators only; grpc.aio also takes a coroutine that writes to the context.
-    async def Control(  # type: ignore[override]  # noqa: N802 (the name in the .proto)
-        self, request_iterator: AsyncIterator[pb.HandoffRequest], context: ControlContext
-    ) -> None:
-        await self._receiver.serve_link(request_iterator, context)

@@ -1,7 +1,8 @@
 """All hand-offs of a decode worker: the pure table of each, and the carrying out of its actions.
 
-Everything goes through `apply`, which never awaits: a ticket is checked and its bytes are stored in one go, so that no
-store can land in blocks that have been released meanwhile.
+Everything goes through `apply`, which never awaits. Threads of transports write into reserved blocks meanwhile; the
+ticket of a reservation is closed as soon as its state has left Reserved, before anything else is done, so that no byte
+can land in blocks that have been released or handed to the scheduler.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
+from kv_transfer.chunk_io import ChunkIo
+from kv_transfer.counters import TransportCounters
 from kv_transfer.decode_states import (
     Absent,
     Allocate,
@@ -42,13 +45,16 @@ from kv_transfer.decode_states import (
     Unservable,
 )
 from kv_transfer.decode_table import start, step
-from kv_transfer.messages import Busy, LinkId, Reserve, ToPrefill
+from kv_transfer.landings import Damaged, Landings
+from kv_transfer.messages import Busy, LinkId, ProbeAck, Reserve, ToPrefill
 from kv_transfer.plan import ChunkPlan
 from kv_transfer.table import Machine
-from kv_transfer.wire import ChunkHeader, FrameError, decode
+from kv_transfer.tickets import Landed, Ticket
+from kv_transfer.wire import FrameError, decode
+from kv_transfer.wire_format import WireFormat
 from pdserve.errors import IncompatibleWorkersError, InvalidRequestError, PdServeError, UnavailableError
 from pdserve.kv_layout import KvBlockStore
-from pdserve.types import GenerationJob, HandoffId
+from pdserve.types import GenerationJob, HandoffId, PrefixFetch
 
 logger = logging.getLogger(__name__)
 
@@ -65,13 +71,13 @@ class Room:
 
 
 class Admission(Protocol):
-    """The decode worker, as seen from its receiver. Every call is made in the event loop and must not block.
+    """The worker, as seen from its receiver. Every call is made in the event loop and must not block.
 
     Calls for one id come in this order: `reserve`, then `release` or `commit`, then perhaps `supersede`. After
     `release` the same id may be reserved again (its link broke).
     """
 
-    def reserve(self, job: GenerationJob, handoff: HandoffId, num_tokens: int) -> Room | Busy:
+    def reserve(self, job: GenerationJob | PrefixFetch, handoff: HandoffId, num_tokens: int) -> Room | Busy:
         """Destination blocks for `num_tokens` tokens, or Busy if there is no room now.
 
         A PdServeError means never; P is told its code and message.
@@ -80,20 +86,29 @@ class Admission(Protocol):
     def release(self, handoff: HandoffId) -> None:
         """The reservation has ended without a commit. Nothing writes to its blocks any more: free them."""
 
-    def commit(self, handoff: HandoffId, first_token: int) -> None:
-        """Every byte is in place and verified. The request is the worker's: decode on from `first_token`."""
+    def commit(self, handoff: HandoffId, first_token: int, *, exact: bool) -> None:
+        """Every byte is in place and verified. The request is the worker's: decode on from `first_token`.
+
+        A prefix is the worker's in the same way, and nobody decodes it.
+
+        Not `exact`: the KV went through a lossy codec. It must not become anybody else's prefix.
+        """
 
     def supersede(self, handoff: HandoffId) -> None:
         """A newer attempt of this committed request has arrived: stop decoding it and free its blocks."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Origin:
     """The link that an event came on, and what it fixes for a new hand-off."""
 
     link: LinkId
     one_sided: bool
+    """Whether one of its transports is."""
+    wire: WireFormat
+    io: ChunkIo
     target_chunk_bytes: int
+    tail_tokens: int
 
 
 class _Entry:
@@ -102,9 +117,8 @@ class _Entry:
     def __init__(self, terms: Terms, origin: Origin | None) -> None:
         self.machine: Machine[DecodeState, DecodeEvent, DecodeAction] = Machine(start(terms), step)
         self.origin = origin
-        self.nonce = 0
-        self.plan: ChunkPlan | None = None
-        self.blocks: tuple[int, ...] = ()
+        self.ticket: Ticket | None = None
+        """Of the newest grant, also when it is over."""
 
 
 class Reservations:
@@ -117,7 +131,7 @@ class Reservations:
         admission: Admission,
         timers: DecodeTimers,
         max_tokens: int,
-        send: Callable[[str, ToPrefill], None],
+        send: Callable[[str, ToPrefill | ProbeAck], None],
         fence: Callable[[LinkId], None],
     ) -> None:
         """`send` takes the incarnation of a prefill process and a message for it; `fence` closes a link for good."""
@@ -127,6 +141,11 @@ class Reservations:
         self.num_committed = 0
         self.num_failed = 0
         self.num_bad_frames = 0
+        self.counters = TransportCounters()
+        self.landings = Landings(self._landed)
+        """What transports see."""
+        self.origins: dict[LinkId, Origin] = {}
+        """Of open links."""
         self._store = store
         self._admission = admission
         self._timers = timers
@@ -136,7 +155,6 @@ class Reservations:
         self._entries: dict[HandoffId, _Entry] = {}
         self._attempts: dict[str, set[int]] = {}
         """Attempts in `_entries` of each request."""
-        self._by_nonce: dict[int, HandoffId] = {}
         self._live: set[HandoffId] = set()
         """Reserved or quarantined: those that time can change."""
         self._tombs: dict[HandoffId, None] = {}
@@ -168,32 +186,72 @@ class Reservations:
             self._attempts.setdefault(handoff.request_id, set()).add(handoff.attempt)
         elif origin is not None:
             entry.origin = origin
-        for action in entry.machine.apply(event, time.monotonic()):
+        actions = entry.machine.apply(event, time.monotonic())
+        state = entry.machine.state
+        if entry.ticket is not None:
+            if isinstance(state, Reserved):
+                entry.ticket.link = state.link
+            else:
+                entry.ticket.close()
+        for action in actions:
             self._carry_out(entry, handoff, action)
         self._index(entry, handoff)
 
-    def deliver(self, origin: Origin, frame: bytes) -> None:
-        """A frame from a transport: find its ticket, check it against the plan, and apply it."""
+    def deliver(self, transport: str, link: LinkId, frame: bytes) -> None:
+        """A whole frame from a transport: find its ticket, check it against the plan, and apply it."""
+        if link not in self.origins:
+            return
         try:
             header, payload = decode(frame)
         except FrameError as error:
-            self.num_bad_frames += 1
-            logger.warning("damaged chunk frame on link %s: %s", origin.link, error.message)
-            handoff = None if error.nonce is None else self._by_nonce.get(error.nonce)
-            if handoff is not None and error.nonce is not None and error.seq is not None:
-                self.apply(handoff, ChunkArrived(error.nonce, origin.link, error.seq, 0, error.message), origin)
+            if error.nonce and error.seq is not None:
+                self._landed(Landed(transport, link, error.nonce, error.seq, 0, error.message))
+            else:
+                self._landed(Damaged(transport, link, error.message))
             return
-        handoff = self._by_nonce.get(header.nonce)
-        if handoff is None:
+        if not header.nonce:
+            self._landed(Landed(transport, link, 0, header.seq, header.payload_nbytes, None))
+            return
+        ticket = self.landings.get(header.nonce)
+        if ticket is None:
             return  # a ticket that is over; its owner learns it by the next control message
-        fault = self._mismatch(handoff, header)
-        self.num_bad_frames += fault is not None
+        fault = ticket.mismatch(header)
+        self._count(transport, header.payload_nbytes, fault)
         self._payload = payload
         try:
-            event = ChunkArrived(header.nonce, origin.link, header.seq, header.payload_nbytes, fault)
-            self.apply(handoff, event, origin)
+            event = ChunkArrived(header.nonce, link, header.seq, header.payload_nbytes, fault)
+            self.apply(ticket.handoff, event, self.origins[link])
         finally:
             self._payload = None
+
+    def _landed(self, report: Landed | Damaged) -> None:
+        """What has become of a frame that a thread took care of, or that was damaged."""
+        origin = self.origins.get(report.link)
+        if isinstance(report, Damaged):
+            self._count(report.transport, 0, report.message)
+            logger.warning("damaged frame on link %s over %s: %s", report.link, report.transport, report.message)
+            return
+        if not report.nonce:
+            if report.fault is None:
+                self._send(report.link.prefill_incarnation, ProbeAck(report.transport, report.seq))
+            return
+        self._count(report.transport, report.nbytes, report.fault)
+        if report.fault is not None:
+            logger.warning("bad chunk on link %s over %s: %s", report.link, report.transport, report.fault)
+        ticket = self.landings.get(report.nonce)
+        if ticket is None or origin is None:
+            return
+        if report.fault is None and not report.repeated:
+            self.bytes_received += report.nbytes
+        event = ChunkArrived(report.nonce, report.link, report.seq, report.nbytes, report.fault, in_place=True)
+        self.apply(ticket.handoff, event, origin)
+
+    def _count(self, transport: str, nbytes: int, fault: str | None) -> None:
+        if fault is None:
+            self.counters.frame(transport, nbytes)
+        else:
+            self.num_bad_frames += 1
+            self.counters.error(transport)
 
     def tick(self) -> None:
         """Let time act: leases, quarantines, tombstones. Costs nothing for committed hand-offs."""
@@ -237,12 +295,11 @@ class Reservations:
                 self.apply(handoff, self._store_chunk(entry, seq, nbytes))
             case ReleaseBlocks():
                 self.num_failed += 1
-                entry.blocks = ()
                 self._admission.release(handoff)
             case StartDecode(first_token):
                 self.num_committed += 1
-                entry.blocks = ()
-                self._admission.commit(handoff, first_token)
+                assert entry.ticket is not None, "a commit has a ticket"
+                self._admission.commit(handoff, first_token, exact=entry.ticket.plan.wire.exact)
             case StopDecode():
                 self._admission.supersede(handoff)
             case FenceLink(link):
@@ -264,13 +321,23 @@ class Reservations:
         if isinstance(answer, Busy):
             return NoRoom(answer.retry_after_s)
         plan = whole_plan.after(answer.num_held_tokens)
-        assert len(answer.blocks) == plan.num_blocks, f"{plan.num_blocks} blocks needed, got {len(answer.blocks)}"
-        self._by_nonce.pop(entry.nonce, None)
-        entry.plan = plan
-        entry.blocks = answer.blocks
-        entry.nonce = secrets.randbits(63) + 1
-        self._by_nonce[entry.nonce] = message.id
-        return Allocated(entry.nonce, link, plan.num_chunks, answer.num_held_tokens, plan.plan_hash)
+        num_blocks = self._store.layout.num_blocks(message.num_tokens)
+        assert len(answer.blocks) == num_blocks, f"{num_blocks} blocks needed, got {len(answer.blocks)}"
+        if entry.ticket is not None:
+            self.landings.remove(entry.ticket.nonce)
+        assert entry.origin is not None, "a Reserve comes from a link"
+        entry.ticket = Ticket(
+            handoff=message.id,
+            nonce=secrets.randbits(63) + 1,
+            link=link,
+            plan=plan,
+            blocks=answer.blocks,
+            io=entry.origin.io,
+            buffers=self.landings.buffers,
+            report=self.landings.report,
+        )
+        self.landings.add(entry.ticket)
+        return Allocated(entry.ticket.nonce, link, plan.num_chunks, answer.num_held_tokens, plan.plan_hash)
 
     def _plan(self, entry: _Entry, message: Reserve) -> ChunkPlan:
         """The plan for all tokens, on which both must agree. Raises a PdServeError that names the field at fault."""
@@ -281,36 +348,29 @@ class Reservations:
                 f"Reserve {message.id}: num_tokens {message.num_tokens} exceeds {self._max_tokens}", field="num_tokens"
             )
         assert entry.origin is not None, "a Reserve comes from a link"
-        plan = ChunkPlan.make(message.num_tokens, self._store.layout, entry.origin.target_chunk_bytes)
+        origin = entry.origin
+        plan = ChunkPlan.make(
+            message.num_tokens, origin.wire.layout, origin.target_chunk_bytes, tail_tokens=origin.tail_tokens
+        ).on(origin.wire)
         if plan.plan_hash != message.plan_hash:
             raise IncompatibleWorkersError(
                 f"Reserve {message.id}: the two workers cut {message.num_tokens} tokens into different chunks"
             )
         return plan
 
-    def _store_chunk(self, entry: _Entry, seq: int, nbytes: int) -> Stored | StoreFailed:
-        assert entry.plan is not None and self._payload is not None
-        chunk = entry.plan.chunk(seq)
-        blocks = entry.blocks[chunk.block_begin : chunk.block_end]
+    def _store_chunk(self, entry: _Entry, seq: int, nbytes: int) -> Stored | StoreFailed | ChunkArrived:
+        ticket = entry.ticket
+        assert ticket is not None and self._payload is not None
         try:
-            self._store.write(blocks, chunk.layer_begin, chunk.layer_end, self._payload)
+            ticket.place(seq, self._payload)
+        except PdServeError as error:
+            return ChunkArrived(ticket.nonce, ticket.link, seq, nbytes, error.message)
         except Exception as error:
             # Whatever the pool's reason, only this hand-off is damaged; it ends and the next one may work.
             logger.exception("storing chunk %d failed", seq)
             return StoreFailed(str(error))
         self.bytes_received += nbytes
         return Stored(seq, nbytes)
-
-    def _mismatch(self, handoff: HandoffId, header: ChunkHeader) -> str | None:
-        """In what an undamaged frame differs from the plan of its ticket."""
-        plan = self._entries[handoff].plan
-        assert plan is not None, "a ticket has a plan"
-        if header.attempt != handoff.attempt:
-            return f"attempt {header.attempt}, the ticket is for {handoff.attempt}"
-        if header.seq >= plan.num_chunks:
-            return f"no such chunk, the plan has {plan.num_chunks}"
-        expected = plan.header(header.seq, nonce=header.nonce, attempt=header.attempt)
-        return None if header == expected else f"{header} is not what the plan says: {expected}"
 
     # Index ------------------------------------------------------------------------------------------------------------
 
@@ -331,7 +391,8 @@ class Reservations:
         del self._entries[handoff]
         self._live.discard(handoff)
         self._tombs.pop(handoff, None)
-        self._by_nonce.pop(entry.nonce, None)
+        if entry.ticket is not None:
+            self.landings.remove(entry.ticket.nonce)
         attempts = self._attempts[handoff.request_id]
         attempts.discard(handoff.attempt)
         if not attempts:

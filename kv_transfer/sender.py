@@ -5,18 +5,19 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from kv_transfer.config import TransferConfig
+from kv_transfer.counters import TransportCounters, TransportTotals
 from kv_transfer.handoff import Handoff
 from kv_transfer.link import PrefillLink
 from kv_transfer.plan import ChunkPlan
 from kv_transfer.prefill_states import PrefillTimers
 from kv_transfer.transports import TRANSPORTS, select
-from kv_transfer.transports.base import TransportKind
+from kv_transfer.transports.base import TransportContext, TransportKind
 from pdserve.errors import PdServeError, UnavailableError
 from pdserve.kv_layout import KvBlockStore
-from pdserve.types import DecodeTarget, GenerationJob
+from pdserve.types import DecodeTarget, GenerationJob, PrefixFetch
 from pdserve.worker_info import WorkerInfo
 
 _CLOSE_TIMEOUT_S = 2.0
@@ -36,6 +37,8 @@ class SenderStats:
     """Ended without a commit; a decode worker that was busy does not count."""
     num_live: int = 0
     num_links: int = 0
+    transports: Mapping[str, TransportTotals] = field(default_factory=dict)
+    """By name, those that have been used."""
 
 
 class HandoffSender:
@@ -51,13 +54,28 @@ class HandoffSender:
         store: KvBlockStore,
         config: TransferConfig,
         on_link_lost: LinkLostCallback | None = None,
+        bind_host: str = "127.0.0.1",
+        for_prefixes: bool = False,
         transports: Mapping[str, TransportKind] = TRANSPORTS,
     ) -> None:
         """`on_link_lost` is told of each decode process that counts as lost or refuses the link, after its hand-offs
-        have ended. Raises ConfigError for a transport that is not in `transports`."""
+        have ended. `bind_host` is this machine's address, for transports on which the prefill worker listens.
+        `for_prefixes`: what is sent are prefixes that prefill workers have asked for, not requests.
+
+        Raises ConfigError for a transport that is not in `transports`.
+        """
         self._info = info
-        self._store = store
         self._config = config
+        self._context = TransportContext(
+            incarnation=info.incarnation,
+            store=store,
+            config=config,
+            bind_host=bind_host,
+            advertised_host=info.address.rsplit(":", 1)[0] or bind_host,
+            device=store.device,
+        )
+        self._for_prefixes = for_prefixes
+        self._counters = TransportCounters()
         self._on_link_lost = on_link_lost
         self._transports = select(info.transports, transports)
         self._timers = PrefillTimers(
@@ -75,14 +93,17 @@ class HandoffSender:
         """Of links that have ended."""
         self._closing = False
 
-    def begin(self, job: GenerationJob, target: DecodeTarget, blocks: Sequence[int], num_tokens: int) -> Handoff:
+    def begin(
+        self, job: GenerationJob | PrefixFetch, target: DecodeTarget, blocks: Sequence[int], num_tokens: int
+    ) -> Handoff:
         """A hand-off of the KV of `num_tokens` tokens in `blocks` to `target`. Nothing is sent before its `reserve`.
 
         The caller owns the blocks throughout and frees them as `Handoff` says. Raises UnavailableError while closing.
         """
         if self._closing:
-            raise UnavailableError(f"prefill worker {self._info.worker_id} is shutting down")
-        plan = ChunkPlan.make(num_tokens, self._store.layout, self._config.target_chunk_bytes)
+            raise UnavailableError(f"{self._info.role.value} worker {self._info.worker_id} is shutting down")
+        layout, config = self._context.store.layout, self._config
+        plan = ChunkPlan.make(num_tokens, layout, config.target_chunk_bytes, tail_tokens=config.tail_tokens)
         assert len(blocks) == plan.num_blocks, f"{num_tokens} tokens need {plan.num_blocks} blocks, got {len(blocks)}"
         return Handoff(job=job, blocks=blocks, plan=plan, timers=self._timers, link=self._link(target))
 
@@ -92,7 +113,9 @@ class HandoffSender:
         stats = self._totals
         for link, _ in self._links.values():
             stats = _add(stats, link)
-        return replace(stats, num_links=len(self._links))
+        transports = self._counters.snapshot()
+        bytes_posted = sum(totals.num_bytes for totals in transports.values())
+        return replace(stats, bytes_posted=bytes_posted, num_links=len(self._links), transports=transports)
 
     async def aclose(self) -> None:
         """End every hand-off, tell the decode workers, and close the links, within about two seconds."""
@@ -115,10 +138,11 @@ class HandoffSender:
         link = PrefillLink(
             target=target,
             info=self._info,
-            store=self._store,
-            config=self._config,
+            context=self._context,
             transports=self._transports,
             generations=self._generations,
+            counters=self._counters,
+            for_prefixes=self._for_prefixes,
         )
         task = asyncio.create_task(self._run(link), name=f"kv-link-to-{target.worker_id}")
         self._links[target.incarnation] = (link, task)
@@ -137,7 +161,6 @@ class HandoffSender:
 
 def _add(stats: SenderStats, link: PrefillLink) -> SenderStats:
     return SenderStats(
-        bytes_posted=stats.bytes_posted + link.bytes_posted,
         num_committed=stats.num_committed + link.num_committed,
         num_failed=stats.num_failed + link.num_failed,
         num_live=stats.num_live + link.num_live,

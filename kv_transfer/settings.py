@@ -15,7 +15,14 @@ def transfer_config(config: Config) -> TransferConfig:
         peer_timeout_s=health.peer_timeout_s,
         lease_s=transfer.lease_s,
         stall_timeout_s=transfer.stall_timeout_s,
+        preflight=transfer.preflight,
+        tcp_port=transfer.tcp_port,
+        chunk_timeout_s=transfer.chunk_timeout_s,
         target_chunk_bytes=transfer.chunk_bytes,
+        # What the last step of a long prompt computes.
+        tail_tokens=config.prefill.max_batch_tokens,
+        codec=transfer.codec,
+        accept_codecs=transfer.accept_codecs,
         credit_bytes=transfer.credit_bytes,
         max_pushing_per_link=transfer.max_pushing_per_link,
     )

@@ -13,7 +13,7 @@ heads, never block numbers of one side. Nothing here knows of reservations; the 
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import xxhash
@@ -22,7 +22,8 @@ from pdserve.errors import HandoffError
 
 MAGIC = b"PDKV"
 VERSION = 1
-DTYPE_CODES = {"float32": 1, "float16": 2, "bfloat16": 3}
+DTYPE_CODES = {"float32": 1, "float16": 2, "bfloat16": 3, "int8": 4, "float8_e4m3": 5}
+"""Of the values in the payload: those of the pool, or what a codec makes of them."""
 _DTYPE_NAMES = {code: name for name, code in DTYPE_CODES.items()}
 
 _FIELDS = struct.Struct("<4sHHQIIHHIIIHHIII")
@@ -56,27 +57,54 @@ class ChunkHeader:
     payload_nbytes: int
 
 
-@dataclass(frozen=True, slots=True)
 class Frame:
-    """A frame to send: header bytes, and views of the source that nobody has copied yet."""
+    """A frame to send: the header, and views of the source that nobody has copied yet.
 
-    header: bytes
-    payload: Sequence[memoryview]
+    The source is read, and the checksum computed, when `payload` or `header` is first asked for. That may take
+    milliseconds (a GPU pool, a coded payload), so a transport does it in its own thread. One thread at a time.
+    """
+
+    __slots__ = ("_header", "_payload", "_read", "chunk")
+
+    def __init__(self, chunk: ChunkHeader, read: Callable[[], Sequence[memoryview]]) -> None:
+        """`read` gives C-contiguous views, together `chunk.payload_nbytes` long (a bug otherwise)."""
+        self.chunk = chunk
+        self._read = read
+        self._payload: Sequence[memoryview] | None = None
+        self._header: bytes | None = None
+
+    @property
+    def payload(self) -> Sequence[memoryview]:
+        """Views of the source, in payload order."""
+        if self._payload is None:
+            payload = self._read()
+            assert sum(view.nbytes for view in payload) == self.chunk.payload_nbytes, "payload differs from its header"
+            self._payload = payload
+        return self._payload
+
+    @property
+    def header(self) -> bytes:
+        """The header with its checksum."""
+        if self._header is None:
+            fields = _pack(self.chunk)
+            digest = xxhash.xxh3_64(fields)
+            for view in self.payload:
+                digest.update(view)
+            self._header = fields + _HASH.pack(digest.intdigest())
+        return self._header
 
     @property
     def nbytes(self) -> int:
         """Header and payload."""
-        return len(self.header) + sum(view.nbytes for view in self.payload)
+        return HEADER_NBYTES + self.chunk.payload_nbytes
 
     def join(self) -> bytes:
         """One contiguous copy, for transports that need it. After this the source is not read again."""
         return b"".join((self.header, *self.payload))
 
 
-def encode(header: ChunkHeader, payload: Sequence[memoryview]) -> Frame:
-    """Frame of `payload`, whose views are C-contiguous and together `header.payload_nbytes` long (a bug otherwise)."""
-    assert sum(view.nbytes for view in payload) == header.payload_nbytes, "payload does not match its header"
-    fields = _FIELDS.pack(
+def _pack(header: ChunkHeader) -> bytes:
+    return _FIELDS.pack(
         MAGIC,
         VERSION,
         DTYPE_CODES[header.dtype],
@@ -94,10 +122,30 @@ def encode(header: ChunkHeader, payload: Sequence[memoryview]) -> Frame:
         header.payload_nbytes,
         0,
     )
-    digest = xxhash.xxh3_64(fields)
-    for view in payload:
-        digest.update(view)
-    return Frame(fields + _HASH.pack(digest.intdigest()), payload)
+
+
+def encode(header: ChunkHeader, payload: Sequence[memoryview]) -> Frame:
+    """Frame of `payload`, whose views are C-contiguous and together `header.payload_nbytes` long (a bug otherwise)."""
+    assert sum(view.nbytes for view in payload) == header.payload_nbytes, "payload does not match its header"
+    return Frame(header, lambda: payload)
+
+
+def digest_of(header: bytes | memoryview) -> xxhash.xxh3_64:
+    """The running checksum of a frame after its header, to be updated with the payload."""
+    return xxhash.xxh3_64(header[: _FIELDS.size])
+
+
+def payload_nbytes(header: bytes) -> int:
+    """Length of the payload that these 64 bytes announce; to be trusted only if `decode_header` takes them."""
+    return int(_FIELDS.unpack_from(header)[14])
+
+
+def decode_header(header: bytes) -> tuple[ChunkHeader, int]:
+    """What 64 header bytes say, and the checksum that they announce; whether it is right shows with the payload.
+
+    Raises FrameError: foreign, other version, unknown dtype, empty range.
+    """
+    return _unpack(memoryview(header)), int(_HASH.unpack_from(header, _FIELDS.size)[0])
 
 
 def decode(frame: bytes | bytearray | memoryview) -> tuple[ChunkHeader, memoryview]:
@@ -109,9 +157,24 @@ def decode(frame: bytes | bytearray | memoryview) -> tuple[ChunkHeader, memoryvi
     view = memoryview(frame)
     if view.nbytes < HEADER_NBYTES:
         raise FrameError(f"chunk frame of {view.nbytes} bytes is shorter than its header ({HEADER_NBYTES})")
+    claimed = _FIELDS.unpack_from(view)
+    payload = view[HEADER_NBYTES:]
+    if claimed[0] == MAGIC and claimed[1] == VERSION:
+        nonce, seq, expected_nbytes = claimed[3], claimed[5], claimed[14]
+        if payload.nbytes != expected_nbytes:
+            message = f"chunk {seq}: payload of {payload.nbytes} bytes, header says {expected_nbytes}"
+            raise FrameError(message, nonce=nonce, seq=seq)
+        digest = digest_of(view[:HEADER_NBYTES])
+        digest.update(payload)
+        if digest.intdigest() != _HASH.unpack_from(view, _FIELDS.size)[0]:
+            raise FrameError(f"chunk {seq}: checksum differs", nonce=nonce, seq=seq)
+    return _unpack(view), payload
+
+
+def _unpack(view: memoryview) -> ChunkHeader:
     fields = _FIELDS.unpack_from(view)
     magic, version, dtype_code, nonce, attempt, seq, layer_begin, layer_end, reserved_1 = fields[:9]
-    token_begin, token_end, head_begin, head_end, reserved_2, payload_nbytes, reserved_3 = fields[9:]
+    token_begin, token_end, head_begin, head_end, reserved_2, nbytes, reserved_3 = fields[9:]
     if magic != MAGIC:
         raise FrameError(f"not a chunk frame: starts with {magic!r}, expected {MAGIC!r}")
 
@@ -120,18 +183,11 @@ def decode(frame: bytes | bytearray | memoryview) -> tuple[ChunkHeader, memoryvi
 
     if version != VERSION:
         raise bad(f"frame version {version}, this worker speaks {VERSION}")
-    payload = view[HEADER_NBYTES:]
-    if payload.nbytes != payload_nbytes:
-        raise bad(f"payload of {payload.nbytes} bytes, header says {payload_nbytes}")
-    digest = xxhash.xxh3_64(view[: _FIELDS.size])
-    digest.update(payload)
-    if digest.intdigest() != _HASH.unpack_from(view, _FIELDS.size)[0]:
-        raise bad("checksum differs")
     if dtype_code not in _DTYPE_NAMES or (reserved_1, reserved_2, reserved_3) != (0, 0, 0):
         raise bad(f"dtype code {dtype_code} or a reserved field is unknown to this worker")
     if layer_begin >= layer_end or token_begin >= token_end or head_begin >= head_end:
         raise bad("empty layer, token or head range")
-    header = ChunkHeader(
+    return ChunkHeader(
         nonce=nonce,
         attempt=attempt,
         seq=seq,
@@ -142,6 +198,5 @@ def decode(frame: bytes | bytearray | memoryview) -> tuple[ChunkHeader, memoryvi
         token_end=token_end,
         head_begin=head_begin,
         head_end=head_end,
-        payload_nbytes=payload_nbytes,
+        payload_nbytes=nbytes,
     )
-    return header, payload

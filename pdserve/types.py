@@ -159,6 +159,29 @@ class DecodeTarget:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PrefixHolder:
+    """A worker that probably has the KV of a beginning of a job's tokens in its prefix cache."""
+
+    worker_id: str
+    incarnation: str
+    address: str
+    """host:port."""
+    num_tokens: int
+    """How many leading tokens, as far as known."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefixFetch:
+    """Why a worker sends KV without a job: the receiver has asked for the beginning of a sequence."""
+
+    request_id: str
+    """Names the fetch together with `attempt`; never that of a request."""
+    attempt: int
+    last_block: bytes
+    """Name of the last block that is offered."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerStats:
     """What a worker is doing right now. Fields are explained in common.proto."""
 
@@ -177,4 +200,10 @@ class WorkerStats:
     cached_tokens_total: int = 0
     preemptions_total: int = 0
     recomputed_tokens_total: int = 0
+    fetches_total: int = 0
+    fetched_tokens_total: int = 0
+    fetched_bytes_total: int = 0
+    failed_fetches_total: int = 0
+    declined_fetches_total: int = 0
+    served_fetches_total: int = 0
     draining: bool = False

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Final
 
 from pdserve.kv_layout import KvLayout
 from pdserve.types import DecodeTarget, Role
+
+HOST_TRANSPORTS: Final = frozenset({"local", "tcp", "grpc", "memory"})
+"""KV transports that move host memory."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,6 +29,8 @@ class WorkerInfo:
     transports: tuple[str, ...]
     """KV transports it can speak, best first."""
     version: str
+    codecs: tuple[str, ...] = ("none",)
+    """Encodings of KV on the wire: the one that a prefill worker uses, or all that a decode worker accepts."""
 
     @property
     def max_kv_tokens(self) -> int:
@@ -36,13 +42,25 @@ class WorkerInfo:
         """This worker as the destination of a hand-off."""
         return DecodeTarget(worker_id=self.worker_id, incarnation=self.incarnation, address=self.address)
 
+    @property
+    def as_prefix_peer(self) -> WorkerInfo:
+        """This worker as either end of a prefix fetch: KV is exact, and goes through host memory.
+
+        Transports that have the device move KV would be used in both directions between two workers at once, which
+        collectives on one device do not allow.
+        """
+        transports = tuple(name for name in self.transports if name in HOST_TRANSPORTS) or ("grpc",)
+        return replace(self, transports=transports, codecs=("none",))
+
     def incompatibilities(self, other: WorkerInfo) -> list[str]:
         """Why KV of one must not be read by the other, each as "field ours != theirs"; empty if it may."""
-        problems = [f"kv_layout.{d}" for d in self.kv_layout.differences(other.kv_layout)]
+        problems = [f"kv_layout.{problem}" for problem in self.kv_layout.incompatibilities(other.kv_layout)]
         if self.model != other.model:
             problems.append(f"model {self.model!r} != {other.model!r}")
         if self.model_fingerprint != other.model_fingerprint:
             problems.append(f"model_fingerprint {self.model_fingerprint!r} != {other.model_fingerprint!r}")
         if not set(self.transports) & set(other.transports):
             problems.append(f"transports {list(self.transports)} and {list(other.transports)} have none in common")
+        if not set(self.codecs) & set(other.codecs):
+            problems.append(f"codecs {list(self.codecs)} and {list(other.codecs)} have none in common")
         return problems

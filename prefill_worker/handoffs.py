@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from kv_transfer import Handoff, HandoffResult, HandoffSender
+from kv_transfer.plan import Frontier
 from pdserve.errors import PdServeError
 from pdserve.types import DecodeTarget, GenerationJob, HandoffId
 from pdserve.worker.tasks import TaskScope
@@ -33,8 +34,8 @@ class HandoffListener(Protocol):
 @dataclass(slots=True, eq=False)
 class _Live:
     first_token: asyncio.Future[int]
-    num_final_tokens: int = 0
-    """Leading tokens whose KV is final."""
+    frontier: Frontier = field(default_factory=Frontier)
+    """How far the KV is final."""
     handoff: Handoff | None = None
     """None until its task has begun."""
     task: asyncio.Task[None] | None = None
@@ -56,13 +57,18 @@ class Handoffs:
         live = self._live[key] = _Live(asyncio.get_running_loop().create_future())
         live.task = self._tasks.spawn(self._drive(key, live, job, target, blocks), f"handoff-{key}")
 
-    def advance(self, key: HandoffId, num_tokens: int) -> None:
-        """The KV of the first `num_tokens` tokens is final: send it once there is room. Ignored for a hand-off that has
-        ended."""
+    def advance(self, key: HandoffId, num_tokens: int, step_tokens: int = 0, step_layers: int = 0) -> None:
+        """The KV of the first `num_tokens` tokens is final, and that of the first `step_tokens` is in `step_layers`
+        layers: send it once there is room. Ignored for a hand-off that has ended."""
         if (live := self._live.get(key)) is not None:
-            live.num_final_tokens = num_tokens
+            live.frontier = Frontier(num_tokens, step_tokens, step_layers)
             if live.handoff is not None:
-                live.handoff.advance(num_tokens)
+                live.handoff.advance_to(live.frontier)
+
+    def useful_layers(self, keys: Iterable[HandoffId]) -> tuple[int, ...]:
+        """Leading layers whose completion in a step lets hand-offs of its jobs send something, ascending."""
+        plans = (live.handoff.plan for key in keys if (live := self._live.get(key)) is not None and live.handoff)
+        return tuple(sorted({layers for plan in plans for layers in plan.tail_layers}))
 
     def commit(self, key: HandoffId, first_token: int) -> None:
         """Everything is final. Ignored for a hand-off that has ended."""
@@ -81,7 +87,7 @@ class Handoffs:
     ) -> None:
         try:
             live.handoff = self._sender.begin(job, target, blocks, job.num_known_tokens)
-            live.handoff.advance(live.num_final_tokens)
+            live.handoff.advance_to(live.frontier)
             await live.handoff.reserve()
             self._listener.on_reserved(key)
             result = await live.handoff.commit(await live.first_token)

@@ -8,8 +8,9 @@ from dataclasses import dataclass, field
 
 from pdserve.engine.block_hash import BlockHashes
 from pdserve.errors import OverloadedError, PdServeError
-from pdserve.types import DecodeTarget, GenerationJob, HandoffId
+from pdserve.types import DecodeTarget, GenerationJob, HandoffId, PrefixHolder
 from pdserve.worker.events import JobFailed, PrefillEvent
+from prefill_worker.fetch_book import Fetch
 
 
 class JobState(enum.Enum):
@@ -17,6 +18,9 @@ class JobState(enum.Enum):
 
     QUEUED = "queued"
     """Waits for blocks of this worker, or for a decode worker that was busy. Owns nothing."""
+    FETCHING = "fetching"
+    """Waits for the KV of its beginning, which another worker sends. Owns nothing: the blocks belong to the fetch, and
+    are in the prefix cache when it is over."""
     RESERVING = "reserving"
     """Owns its blocks here; a decode worker has been asked for room. Nothing is computed yet."""
     READY = "ready"
@@ -34,7 +38,7 @@ class JobState(enum.Enum):
     """Over for the router. The blocks are still here because a step computes into them or a hand-off reads them."""
 
 
-WAITING_STATES = frozenset({JobState.QUEUED, JobState.RESERVING})
+WAITING_STATES = frozenset({JobState.QUEUED, JobState.FETCHING, JobState.RESERVING})
 RUNNABLE_STATES = frozenset({JobState.READY, JobState.COMPUTING})
 
 
@@ -54,13 +58,24 @@ class Job:
     candidates: Candidates
     state: JobState = JobState.QUEUED
     not_before: float = 0.0
-    """QUEUED, PARKED: when to ask decode workers again."""
+    """QUEUED, PARKED: when to ask decode workers again. FETCHING: when to wait no longer."""
+    holders: Sequence[PrefixHolder] = ()
+    """Whom to ask for the KV of its beginning; empty once that has been decided."""
+    num_local: int = 0
+    """Leading tokens that were in the prefix cache before it waited for others."""
+    num_brought: int = 0
+    """Leading tokens that were there because it had waited."""
+    fetching_since: float = 0.0
+    fetch_s: float = 0.0
+    """How long it has waited for them."""
     target: DecodeTarget | None = None
     """Decode worker with a reservation of this job, or asked for one."""
     num_computed: int = 0
     """Leading tokens whose KV is in its blocks, those found in the prefix cache included."""
     num_cached: int = 0
     """Those found there, when it got its blocks."""
+    num_fetched: int = 0
+    """Those of them that came from another worker while it waited."""
     first_token: int = -1
     started_at: float = 0.0
     first_token_at: float = 0.0
@@ -127,6 +142,21 @@ DEFAULT_RETRY_S = 0.1
 
 
 @dataclass(frozen=True, slots=True)
+class StartFetch:
+    """Ask for the prefix of a job. Answered by `fetch_ended`, unless it is called off."""
+
+    key: HandoffId
+    fetch: Fetch
+
+
+@dataclass(frozen=True, slots=True)
+class AbandonFetch:
+    """Call a fetch off."""
+
+    fetch: HandoffId
+
+
+@dataclass(frozen=True, slots=True)
 class Reserve:
     """Begin a hand-off to `target` and ask it for room. Answered by `reserved` or `handoff_failed`."""
 
@@ -140,6 +170,10 @@ class Advance:
 
     key: HandoffId
     num_tokens: int
+    step_tokens: int = 0
+    """Leading tokens whose KV will be when the running step is over; 0 if none is reported of."""
+    step_layers: int = 0
+    """Leading layers in which it is by now."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,7 +206,7 @@ class Forget:
     key: HandoffId
 
 
-Action = Forget | Reserve | Advance | Commit | AbortHandoff | Emit
+Action = Forget | StartFetch | AbandonFetch | Reserve | Advance | Commit | AbortHandoff | Emit
 
 
 @dataclass(frozen=True, slots=True)

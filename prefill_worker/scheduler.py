@@ -14,7 +14,8 @@ comes while the worker computes 4 L tokens, and by nothing later. The measure is
 slow machine and on a fast one, and the same events give the same order. What is computed does not depend on it.
 
 Blocks are given out in the same order. A prompt whose blocks do not fit holds those behind it back; one that waits for
-a busy decode worker does not, because the others may go elsewhere.
+a busy decode worker does not, because the others may go elsewhere. Nor does one whose beginning is on its way from
+another worker: the others are computed meanwhile.
 """
 
 from __future__ import annotations
@@ -35,12 +36,14 @@ from pdserve.errors import (
     StaleAttemptError,
     UnavailableError,
 )
-from pdserve.types import DecodeTarget, GenerationJob, HandoffId, TokenLogprobs
+from pdserve.types import DecodeTarget, GenerationJob, HandoffId, PrefixHolder, TokenLogprobs
 from pdserve.worker.events import FirstToken, HandedOff, JobFailed, PrefillEvent, PrefillStarted, PromptLogprobs
 from pdserve.worker.limits import JobLimits
+from prefill_worker.fetch_book import FetchBook, FetchOutcome
 from prefill_worker.jobs import (
     RUNNABLE_STATES,
     WAITING_STATES,
+    AbandonFetch,
     AbortHandoff,
     Action,
     Advance,
@@ -52,6 +55,7 @@ from prefill_worker.jobs import (
     JobState,
     PlannedChunk,
     Reserve,
+    StartFetch,
 )
 
 AGEING = 0.25
@@ -79,12 +83,14 @@ class PrefillScheduler:
         *,
         worker_id: str,
         blocks: SequenceBlocks,
+        fetches: FetchBook,
         max_batch_tokens: int,
         max_waiting: int,
         limits: JobLimits,
     ) -> None:
         self._worker_id = worker_id
         self._blocks = blocks
+        self._fetches = fetches
         self._max_batch_tokens = max_batch_tokens
         self._max_waiting = max_waiting
         self._limits = limits
@@ -137,7 +143,8 @@ class PrefillScheduler:
     def next_timer(self) -> float | None:
         """When `tick` has something to do unless an event comes first."""
         times = [job.job.deadline for job in self._jobs.values() if job.state is not JobState.ENDING]
-        waits = [j.not_before for j in self._jobs.values() if j.state is JobState.PARKED or self._backs_off(j)]
+        timed = (JobState.PARKED, JobState.FETCHING)
+        waits = [j.not_before for j in self._jobs.values() if j.state in timed or self._backs_off(j)]
         return min((t for t in (*times, *waits) if t is not None), default=None)
 
     def take_actions(self) -> list[Action]:
@@ -147,8 +154,15 @@ class PrefillScheduler:
 
     # Events from routers ----------------------------------------------------------------------------------------------
 
-    def submit(self, router_id: str, job: GenerationJob, targets: Sequence[DecodeTarget], now: float) -> None:
-        """Queue a job.
+    def submit(
+        self,
+        router_id: str,
+        job: GenerationJob,
+        targets: Sequence[DecodeTarget],
+        now: float,
+        holders: Sequence[PrefixHolder] = (),
+    ) -> None:
+        """Queue a job. `holders` may have the KV of its beginning.
 
         Raises InvalidRequestError, PromptTooLongError, StaleAttemptError, DeadlineExceededError, UnavailableError
         (draining) or OverloadedError (queue full); nothing is kept of the job then. A job that is here already is
@@ -167,7 +181,7 @@ class PrefillScheduler:
             self._drop(self._jobs[other])
         if self._draining:
             raise UnavailableError(f"prefill worker {self._worker_id} is draining")
-        if self.count(JobState.QUEUED) >= self._max_waiting:
+        if self.count(JobState.QUEUED, JobState.FETCHING) >= self._max_waiting:
             raise OverloadedError(f"prefill worker {self._worker_id} has {self._max_waiting} requests waiting")
         self._jobs[key] = Job(
             job=job,
@@ -177,6 +191,7 @@ class PrefillScheduler:
             number=self._num_submitted,
             work_at_arrival=self._num_computed_tokens,
             candidates=Candidates(targets),
+            holders=holders,
         )
         self._num_submitted += 1
         self._admit(now)
@@ -210,6 +225,23 @@ class PrefillScheduler:
                 job.not_before = 0.0
             elif job.state is JobState.PARKED:
                 self._rehome(job, now, jitter=0.0)
+            elif job.state is JobState.FETCHING:
+                self._leave_fetch(job, late_at=now)
+                self._stop_waiting(job, now)
+        self._admit(now)
+
+    # Events from fetches ----------------------------------------------------------------------------------------------
+
+    def fetch_ended(self, fetch: HandoffId, outcome: FetchOutcome, now: float) -> None:
+        """What was fetched is in the prefix cache, or does not come."""
+        for key in self._fetches.ended(fetch, outcome, now):
+            job = self._jobs[key]
+            job.num_brought = outcome.num_tokens
+            self._stop_waiting(job, now)
+        self._admit(now)
+
+    def fetch_released(self, now: float) -> None:
+        """Blocks of a fetch that has brought nothing are free again, or blocks that another worker has read."""
         self._admit(now)
 
     # Events from hand-offs --------------------------------------------------------------------------------------------
@@ -305,6 +337,13 @@ class PrefillScheduler:
                 self._emit(job, PrefillStarted(id=job.key, decode_worker=decode_worker))
         return list(self._step.values())
 
+    def layers_done(self, num_layers: int) -> None:
+        """The planned step is computed in its first `num_layers` layers: their KV is final."""
+        for key, chunk in self._step.items():
+            job = self._jobs[key]
+            if job.needs_handoff and job.state is JobState.COMPUTING:
+                self._do(Advance(key, job.num_computed, chunk.start + chunk.length, num_layers))
+
     def step_done(
         self,
         token_ids: Mapping[HandoffId, int],
@@ -372,12 +411,44 @@ class PrefillScheduler:
         """Give blocks to the first queued jobs and ask decode workers for room, as far ahead as is useful."""
         ahead = 0
         for job in sorted((j for j in self._jobs.values() if j.state in WAITING_STATES | RUNNABLE_STATES), key=_rank):
+            if job.state is JobState.FETCHING:
+                continue
             if job.state is JobState.QUEUED:
                 if now < job.not_before:
                     continue
-                if ahead >= RESERVE_AHEAD_STEPS * self._max_batch_tokens or not self._open(job):
+                if ahead >= RESERVE_AHEAD_STEPS * self._max_batch_tokens:
+                    break
+                if self._fetch(job, now):
+                    continue
+                if not self._open(job):
                     break
             ahead += job.num_left
+
+    def _fetch(self, job: Job, now: float) -> bool:
+        """Let a queued job wait for its beginning, if another worker has it and that is faster. Decided once."""
+        holders, job.holders = job.holders, ()
+        if not holders or job.job.num_prompt_logprobs is not None:
+            return False
+        names = job.hashes.upto(job.num_tokens - 1, job.job.token_ids)
+        num_local = self._blocks.num_cached_tokens(names)
+        wait = self._fetches.begin(job.key, names, holders, num_local, now)
+        if wait is None:
+            return False
+        job.state, job.not_before = JobState.FETCHING, wait.until
+        job.num_local, job.fetching_since = num_local, now
+        if wait.start is not None:
+            self._do(StartFetch(job.key, wait.start))
+        return True
+
+    def _leave_fetch(self, job: Job, late_at: float | None = None) -> None:
+        abandoned = self._fetches.leave(job.key, late_at=late_at)
+        if abandoned is not None:
+            self._do(AbandonFetch(abandoned))
+
+    def _stop_waiting(self, job: Job, now: float) -> None:
+        """Go on with what there is."""
+        job.state, job.not_before = JobState.QUEUED, 0.0
+        job.fetch_s = now - job.fetching_since
 
     def _open(self, job: Job) -> bool:
         """Give a queued job its blocks and let it go on. False if they are not there now."""
@@ -387,6 +458,7 @@ class PrefillScheduler:
         if num_cached is None:
             return False
         job.num_computed = job.num_cached = num_cached
+        job.num_fetched = max(0, min(num_cached, job.num_brought) - job.num_local)
         job.not_before = 0.0
         if job.needs_handoff:
             job.state = JobState.RESERVING
@@ -451,6 +523,8 @@ class PrefillScheduler:
                 prefill_s=now - job.started_at,
                 logprobs=logprobs,
                 cached_tokens=job.num_cached,
+                fetched_tokens=job.num_fetched,
+                fetch_s=job.fetch_s,
             ),
         )
         if reason is not None:
@@ -472,7 +546,9 @@ class PrefillScheduler:
         """The job is over for its router; let go of what it holds as soon as nothing uses it."""
         if job.state is JobState.ENDING:
             return
-        owns_blocks = job.state is not JobState.QUEUED
+        if job.state is JobState.FETCHING:
+            self._leave_fetch(job)
+        owns_blocks = job.state not in (JobState.QUEUED, JobState.FETCHING)
         job.state = JobState.ENDING
         if not owns_blocks:
             self._forget(job)

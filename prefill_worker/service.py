@@ -7,22 +7,26 @@ import logging
 import random
 import time
 from collections import defaultdict
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import replace
 
 from grpc.aio import ServicerContext
 
-from kv_transfer import HandoffResult, HandoffSender
+from kv_transfer import HandoffReceiver, HandoffResult, HandoffSender
+from kv_transfer.prefix_server import PrefixServer
 from kv_transfer.settings import transfer_config
 from pdserve.config import Config
 from pdserve.engine.batch import SampleRequest, ScoreRequest, SequenceChunk, build_batch
 from pdserve.engine.block_hash import BlockHasher
+from pdserve.engine.engine import LayerWatch
 from pdserve.engine.logit_edits import SequenceEdits
 from pdserve.engine.sequence_blocks import SequenceBlocks
 from pdserve.errors import InternalError, OverloadedError, PdServeError, UnavailableError
+from pdserve.kv_layout import KvBlockStore
 from pdserve.logs import configure_logging
 from pdserve.rpc.codec import stats_to_proto, worker_info_to_proto
+from pdserve.rpc.v1 import handoff_pb2, prefix_pb2, worker_pb2_grpc
 from pdserve.rpc.v1 import worker_pb2 as pb
-from pdserve.rpc.v1 import worker_pb2_grpc
 from pdserve.types import GenerationJob, HandoffId, Role, WorkerStats
 from pdserve.worker.codec import prefill_command_from_proto, prefill_events_to_proto
 from pdserve.worker.drain import DrainWaiter
@@ -42,10 +46,15 @@ from pdserve.worker.model import EngineFactory
 from pdserve.worker.process import run_worker
 from pdserve.worker.sessions import SessionCodec, SessionHub
 from pdserve.worker.tasks import Alarm
+from pdserve.worker_info import WorkerInfo
+from prefill_worker.fetch_book import FetchBook, FetchOutcome
+from prefill_worker.fetch_cost import FetchCost
+from prefill_worker.fetches import PrefixFetches
 from prefill_worker.handoffs import Handoffs
 from prefill_worker.jobs import (
     RUNNABLE_STATES,
     WAITING_STATES,
+    AbandonFetch,
     AbortHandoff,
     Advance,
     Commit,
@@ -53,12 +62,21 @@ from prefill_worker.jobs import (
     Forget,
     PlannedChunk,
     Reserve,
+    StartFetch,
 )
 from prefill_worker.scheduler import PrefillScheduler
 
 log = logging.getLogger(__name__)
 
-SERVICE_NAME = pb.DESCRIPTOR.services_by_name["PrefillWorker"].full_name
+MIN_OVERLAPPED_TOKENS = 64
+"""Tokens of a step from which on hand-offs begin to send before it is over. One with fewer takes less time than sending
+what it makes."""
+
+SERVICE_NAMES = [
+    pb.DESCRIPTOR.services_by_name["PrefillWorker"].full_name,
+    handoff_pb2.DESCRIPTOR.services_by_name["KvTransfer"].full_name,
+    prefix_pb2.DESCRIPTOR.services_by_name["PrefixStore"].full_name,
+]
 
 Hub = SessionHub[pb.PrefillCommand, pb.PrefillEvents, PrefillCommand, PrefillEvent]
 
@@ -78,6 +96,10 @@ class PrefillService(worker_pb2_grpc.PrefillWorkerServicer):
         self._blocks: SequenceBlocks
         self._handoffs: Handoffs
         self._sender: HandoffSender | None = None
+        self._book: FetchBook
+        self._fetches: PrefixFetches | None = None
+        self._receiver: HandoffReceiver | None = None
+        self._prefixes: PrefixServer | None = None
         self._hub: Hub | None = None
         self._jobs: dict[HandoffId, GenerationJob] = {}
         self._first_token_at: dict[HandoffId, float] = {}
@@ -91,19 +113,30 @@ class PrefillService(worker_pb2_grpc.PrefillWorkerServicer):
     async def start(self) -> None:
         """See `Service.start`."""
         config, host = self._config, self._host
-        await host.open([SERVICE_NAME])
+        await host.open(SERVICE_NAMES)
         info, engine = host.info, host.runner.engine
         hasher = BlockHasher(model_fingerprint=info.model_fingerprint, block_size=engine.layout.block_size)
         self._blocks = SequenceBlocks(engine.num_blocks, hasher)
+        self._book = FetchBook(
+            FetchCost(token_nbytes=engine.layout.block_nbytes / engine.layout.block_size),
+            block_size=engine.layout.block_size,
+            block_nbytes=engine.layout.block_nbytes,
+            mode=config.transfer.fetch_prefixes,
+            patience_s=config.transfer.stall_timeout_s,
+        )
         self._scheduler = PrefillScheduler(
             worker_id=info.worker_id,
             blocks=self._blocks,
+            fetches=self._book,
             max_batch_tokens=config.prefill.max_batch_tokens,
             max_waiting=config.prefill.max_waiting,
             limits=JobLimits(vocab_size=engine.config.vocab_size, max_model_len=info.max_model_len),
         )
-        self._sender = HandoffSender(info=info, store=engine.store, config=transfer_config(config))
+        self._sender = HandoffSender(
+            info=info, store=engine.store, config=transfer_config(config), bind_host=host.listen_host
+        )
         self._handoffs = Handoffs(self._sender, self, host.tasks)
+        await self._open_prefix_exchange(info, engine.store)
         self._hub = SessionHub(
             SessionCodec(decode=prefill_command_from_proto, encode=prefill_events_to_proto),
             info=info,
@@ -117,6 +150,22 @@ class PrefillService(worker_pb2_grpc.PrefillWorkerServicer):
         worker_pb2_grpc.add_PrefillWorkerServicer_to_server(self, host.server)
         host.tasks.spawn(self._compute(), "prefill-steps")
         await host.announce(self.stats)
+
+    async def _open_prefix_exchange(self, info: WorkerInfo, store: KvBlockStore) -> None:
+        """Be ready to take prefixes from other workers, and to give them."""
+        # A fixed port is for the hand-offs of a decode worker, which may run on the same machine.
+        config, host = replace(transfer_config(self._config), tcp_port=0), self._host
+        self._fetches = PrefixFetches(info=info, blocks=self._blocks, listener=self, tasks=host.tasks)
+        self._receiver = HandoffReceiver(
+            info=self._fetches.info, store=store, admission=self._fetches, config=config, bind_host=host.listen_host
+        )
+        self._fetches.use(self._receiver)
+        self._prefixes = PrefixServer(
+            info=info, store=store, cache=self, config=config, tasks=host.tasks, bind_host=host.listen_host
+        )
+        self._receiver.register(host.server)
+        self._prefixes.register(host.server)
+        await self._receiver.start()
 
     async def run(self) -> None:
         """See `Service.run`: returns after a failure, or when a newer process has taken this one's name."""
@@ -136,6 +185,12 @@ class PrefillService(worker_pb2_grpc.PrefillWorkerServicer):
         await self._host.join_engine()
         if self._sender is not None:
             await self._sender.aclose()
+        if self._prefixes is not None:
+            await self._prefixes.aclose()
+        if self._fetches is not None:
+            await self._fetches.aclose()
+        if self._receiver is not None:
+            await self._receiver.aclose()
         await self._host.aclose()
 
     @property
@@ -146,7 +201,7 @@ class PrefillService(worker_pb2_grpc.PrefillWorkerServicer):
     def stats(self) -> WorkerStats:
         """What the worker is doing now."""
         scheduler, runner = self._scheduler, self._host.runner
-        assert self._sender is not None
+        assert self._sender is not None and self._prefixes is not None
         return WorkerStats(
             num_waiting=scheduler.count(*WAITING_STATES),
             num_running=scheduler.count(*RUNNABLE_STATES),
@@ -161,6 +216,12 @@ class PrefillService(worker_pb2_grpc.PrefillWorkerServicer):
             kv_bytes_total=self._sender.stats.bytes_posted,
             failed_handoffs_total=self._sender.stats.num_failed,
             steps_total=runner.num_steps,
+            fetches_total=self._book.num_fetches,
+            fetched_tokens_total=self._book.num_tokens,
+            fetched_bytes_total=self._book.num_bytes,
+            failed_fetches_total=self._book.num_failed,
+            declined_fetches_total=self._book.num_declined,
+            served_fetches_total=self._prefixes.num_served,
             draining=scheduler.draining,
         )
 
@@ -191,9 +252,10 @@ class PrefillService(worker_pb2_grpc.PrefillWorkerServicer):
         return pb.DrainResponse(num_remaining=await self._drain(request.timeout_s))
 
     async def _drain(self, timeout_s: float) -> int:
+        assert self._hub is not None and self._prefixes is not None
         self._scheduler.drain()
+        self._prefixes.set_draining()
         await self._host.begin_drain()
-        assert self._hub is not None
         self._hub.beat()
         return await self._drained.wait(lambda: self._scheduler.num_jobs, timeout_s)
 
@@ -215,7 +277,7 @@ class PrefillService(worker_pb2_grpc.PrefillWorkerServicer):
         job = command.job
         key = HandoffId(job.request_id, job.attempt)
         try:
-            self._scheduler.submit(router_id, job, command.targets, time.monotonic())
+            self._scheduler.submit(router_id, job, command.targets, time.monotonic(), command.holders)
         except PdServeError as error:
             # What this worker cannot take now, another one may.
             elsewhere = isinstance(error, OverloadedError | UnavailableError)
@@ -268,6 +330,32 @@ class PrefillService(worker_pb2_grpc.PrefillWorkerServicer):
         self._scheduler.handoff_closed(key, time.monotonic())
         self._changed()
 
+    # Prefixes: what this worker fetches, and what it gives ------------------------------------------------------------
+
+    def accepts_prefix(self, fetch: HandoffId, num_tokens: int, num_held: int) -> bool:
+        """See `FetchListener`."""
+        return self._book.accepts(fetch, num_tokens, num_held)
+
+    def on_fetch_ended(self, fetch: HandoffId, outcome: FetchOutcome) -> None:
+        """See `FetchListener`."""
+        self._scheduler.fetch_ended(fetch, outcome, time.monotonic())
+        self._changed()
+
+    def on_fetch_released(self) -> None:
+        """See `FetchListener`."""
+        self._scheduler.fetch_released(time.monotonic())
+        self._changed()
+
+    def pin(self, key: HandoffId, names: Sequence[bytes]) -> tuple[int, ...]:
+        """See `PrefixCache`."""
+        return self._blocks.ids(key) if self._blocks.hold(key, names) else ()
+
+    def unpin(self, key: HandoffId) -> None:
+        """See `PrefixCache`."""
+        self._blocks.close(key)
+        self._scheduler.fetch_released(time.monotonic())
+        self._changed()
+
     # Actions ----------------------------------------------------------------------------------------------------------
 
     def _changed(self) -> None:
@@ -280,10 +368,16 @@ class PrefillService(worker_pb2_grpc.PrefillWorkerServicer):
         events: defaultdict[str, list[PrefillEvent]] = defaultdict(list)
         for action in self._scheduler.take_actions():
             match action:
+                case StartFetch(key, fetch):
+                    assert self._fetches is not None
+                    self._fetches.start(fetch, self._jobs[key].token_ids)
+                case AbandonFetch(fetch_id):
+                    assert self._fetches is not None
+                    self._fetches.abandon(fetch_id)
                 case Reserve(key, target):
                     self._handoffs.reserve(self._jobs[key], target, self._blocks.ids(key))
-                case Advance(key, num_tokens):
-                    self._handoffs.advance(key, num_tokens)
+                case Advance(key, num_tokens, step_tokens, step_layers):
+                    self._handoffs.advance(key, num_tokens, step_tokens, step_layers)
                 case Commit(key, first_token):
                     self._first_token_at.setdefault(key, time.monotonic())
                     self._handoffs.commit(key, first_token)
@@ -315,13 +409,14 @@ class PrefillService(worker_pb2_grpc.PrefillWorkerServicer):
                 continue
             batch = build_batch([self._chunk(c) for c in plan], runner.engine.layout.block_size)
             try:
-                result = await runner.step(batch)
+                result = await runner.step(batch, self._watch_layers(plan))
             except InternalError as error:
                 self._scheduler.step_failed(error, time.monotonic())
                 self._carry_out()
                 if runner.broken:
                     raise
                 continue
+            self._book.cost.computed(sum(chunk.length for chunk in plan), result.duration_s)
             drawing = [c.key for c in plan if c.is_last]
             self._scheduler.step_done(
                 dict(zip(drawing, result.token_ids, strict=True)),
@@ -330,6 +425,18 @@ class PrefillService(worker_pb2_grpc.PrefillWorkerServicer):
                 prompt_logprobs={plan[number].key: tokens for number, tokens in result.prompt_logprobs.items()},
             )
             self._carry_out()
+
+    def _watch_layers(self, plan: list[PlannedChunk]) -> LayerWatch | None:
+        """When to send KV of a step in the middle of it; None if it is over before that would help."""
+        if sum(chunk.length for chunk in plan) < MIN_OVERLAPPED_TOKENS:
+            return None
+        # What is computed of other jobs can be sent during their next step.
+        layers = self._handoffs.useful_layers(chunk.key for chunk in plan if chunk.is_last)
+        return LayerWatch(layers, self._on_layers) if layers else None
+
+    def _on_layers(self, num_layers: int) -> None:
+        self._scheduler.layers_done(num_layers)
+        self._carry_out()
 
     def _chunk(self, chunk: PlannedChunk) -> SequenceChunk:
         job = self._jobs[chunk.key]

@@ -4,67 +4,35 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass
 from typing import Any
 
 import grpc
 
 import pdserve
-from pdserve.config.schema import RouterSection
-from pdserve.errors import InternalError, InvalidRequestError, NotFoundError, PdServeError
+from pdserve.errors import InternalError, InvalidRequestError, PdServeError
 from pdserve.rpc.codec import finish_to_proto, logprobs_to_proto, stats_to_proto, worker_info_to_proto
 from pdserve.rpc.v1 import inference_pb2 as pb
 from pdserve.rpc.v1 import inference_pb2_grpc as pb_grpc
-from pdserve.store.requests import RequestRecords
-from router.prompts import Prompts
+from router.core import RouterCore
 from router.request import Request
 from router.requests import RequestTable
 from router.stream import Response, Summary
 from router.timeline import Phases
 from router.validation import (
-    CheckedRequest,
-    GenerationSpec,
-    Limits,
     check_chat,
     check_request,
     check_request_id,
     check_text,
     check_token_ids,
-    resolve,
 )
 from router.worker_pool import WorkerPool
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ServedModel:
-    """What the router itself knows of the model."""
-
-    name: str
-    vocab_size: int
-    """Ids below it are valid: rows of the embedding."""
-    max_model_len: int
-    eos_token_ids: tuple[int, ...]
 
 
 class InferenceServicer(pb_grpc.InferenceServicer):
     """See inference.proto."""
 
-    def __init__(
-        self,
-        *,
-        model: ServedModel,
-        prompts: Prompts,
-        table: RequestTable,
-        pool: WorkerPool,
-        records: RequestRecords,
-        config: RouterSection,
-    ) -> None:
-        self._model = model
-        self._prompts = prompts
-        self._table = table
-        self._pool = pool
-        self._records = records
-        self._config = config
+    def __init__(self, core: RouterCore) -> None:
+        self._core = core
 
     async def Generate(  # noqa: N802
         self, request: pb.GenerateRequest, context: grpc.aio.ServicerContext[Any, Any]
@@ -72,16 +40,13 @@ class InferenceServicer(pb_grpc.InferenceServicer):
         """See inference.proto."""
         received_at = time.monotonic()
         request_id = check_request_id(request.request_id)
-        limit_s = self._config.default_deadline_s
-        client_s = context.time_remaining()
-        deadline = received_at + (limit_s if client_s is None else min(client_s, limit_s))
-        active = self._table.admit(request_id, received_at=received_at, deadline=deadline)
+        active = self._core.admit(request_id, received_at=received_at, client_s=context.time_remaining())
 
         # A client that leaves while a response is being written does not resume this generator; gRPC tells us here.
         context.add_done_callback(lambda _: active.client_gone())  # type: ignore[arg-type]  # the stub wants a class
         try:
-            checked = check_request(request, self._limits(), self._config)
-            spec = await active.unless_ended(self._resolve(checked))
+            checked = check_request(request, self._core.limits(), self._core.config)
+            spec = await active.unless_ended(self._core.resolve(checked))
             await active.unless_ended(active.begin(spec))
             while True:
                 response = await active.stream.next()
@@ -101,73 +66,49 @@ class InferenceServicer(pb_grpc.InferenceServicer):
         self, request: pb.CancelRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> pb.CancelResponse:
         """See inference.proto."""
-        active = self._table.get(request.request_id)
-        if active is None:
-            return pb.CancelResponse(cancelled=False)
-        active.cancel(f"request {request.request_id} was cancelled")
-        return pb.CancelResponse(cancelled=True)
+        return pb.CancelResponse(cancelled=self._core.cancel(request.request_id))
 
     async def GetRequest(  # noqa: N802
         self, request: pb.GetRequestRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> pb.RequestInfo:
         """See inference.proto."""
-        if not request.request_id:
-            raise InvalidRequestError("request_id: must not be empty", field="request_id")
-        request_id = check_request_id(request.request_id)
-        active = self._table.get(request_id)
-        if active is not None:
-            return pb.RequestInfo(
-                request_id=request_id,
-                state=active.state.value,
-                attempt=active.attempt_number,
-                router_id=self._table.router_id,
-                prefill_worker=active.prefill_worker,
-                decode_worker=active.decode_worker,
-                prompt_tokens=active.num_prompt_tokens,
-                completion_tokens=active.num_output_tokens,
-            )
-        record = await self._records.get(request_id)
-        if record is None:
-            raise NotFoundError(f"request_id: no request {request_id!r} runs or ended recently", field="request_id")
+        status = await self._core.status_of(request.request_id)
         return pb.RequestInfo(
-            request_id=request_id,
-            state=record.state.value,
-            attempt=record.attempt,
-            router_id=record.owner,
-            prefill_worker=record.prefill_worker,
-            decode_worker=record.decode_worker,
-            prompt_tokens=record.num_prompt_tokens,
-            completion_tokens=len(record.output_token_ids),
-            error_code=record.error_code,
+            request_id=status.request_id,
+            state=status.state.value,
+            attempt=status.attempt,
+            router_id=status.router_id,
+            prefill_worker=status.prefill_worker,
+            decode_worker=status.decode_worker,
+            prompt_tokens=status.num_prompt_tokens,
+            completion_tokens=status.num_output_tokens,
+            error_code=status.error_code,
         )
 
     async def ListModels(  # noqa: N802
         self, request: pb.ListModelsRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> pb.ListModelsResponse:
         """See inference.proto."""
-        limits = self._limits()
-        return pb.ListModelsResponse(
-            models=[
-                pb.Model(
-                    id=self._model.name,
-                    max_model_len=min(limits.max_model_len, limits.decode_tokens or limits.max_model_len),
-                    vocab_size=self._model.vocab_size,
-                    ready=self._pool.has_usable_pair,
-                )
-            ]
+        model = pb.Model(
+            id=self._core.model.name,
+            max_model_len=self._core.max_model_len,
+            vocab_size=self._core.model.vocab_size,
+            ready=self._core.ready,
         )
+        return pb.ListModelsResponse(models=[model])
 
     async def Tokenize(  # noqa: N802
         self, request: pb.TokenizeRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> pb.TokenizeResponse:
         """See inference.proto."""
+        prompts, config = self._core.prompts, self._core.config
         match request.WhichOneof("input"):
             case "text":
-                check_text("text", request.text, self._config)
+                check_text("text", request.text, config)
                 special = request.add_special_tokens if request.HasField("add_special_tokens") else True
-                ids = await self._prompts.encode_text(request.text, add_special_tokens=special)
+                ids = await prompts.encode_text(request.text, add_special_tokens=special)
             case "chat":
-                ids = await self._prompts.encode_chat(check_chat("chat", request.chat, self._config))
+                ids = await prompts.encode_chat(check_chat("chat", request.chat, config))
             case None:
                 raise InvalidRequestError("input: set one of text and chat", field="input")
         return pb.TokenizeResponse(token_ids=ids)
@@ -176,29 +117,10 @@ class InferenceServicer(pb_grpc.InferenceServicer):
         self, request: pb.DetokenizeRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> pb.DetokenizeResponse:
         """See inference.proto."""
-        ids = check_token_ids("token_ids", request.token_ids, self._model.vocab_size, self._config.max_prompt_bytes)
-        text = await self._prompts.decode(ids, skip_special_tokens=request.skip_special_tokens)
+        core = self._core
+        ids = check_token_ids("token_ids", request.token_ids, core.model.vocab_size, core.config.max_prompt_bytes)
+        text = await core.prompts.decode(ids, skip_special_tokens=request.skip_special_tokens)
         return pb.DetokenizeResponse(text=text)
-
-    async def _resolve(self, checked: CheckedRequest) -> GenerationSpec:
-        prompt_ids = await self._prompts.encode(checked.prompt)
-        return resolve(
-            checked,
-            prompt_ids,
-            eos_token_ids=self._model.eos_token_ids,
-            limits=self._limits(),
-            config=self._config,
-        )
-
-    def _limits(self) -> Limits:
-        kv = self._pool.limits()
-        return Limits(
-            model=self._model.name,
-            vocab_size=self._model.vocab_size,
-            max_model_len=self._model.max_model_len,
-            prefill_tokens=kv.prefill_tokens,
-            decode_tokens=kv.decode_tokens,
-        )
 
 
 class ClusterServicer(pb_grpc.ClusterServicer):
@@ -256,6 +178,7 @@ def _add_summary(message: pb.GenerateResponse, summary: Summary) -> None:
     message.usage.prompt_tokens = summary.num_prompt_tokens
     message.usage.completion_tokens = summary.num_output_tokens
     message.usage.cached_tokens = summary.num_cached_tokens
+    message.usage.fetched_tokens = summary.num_fetched_tokens
     message.timings.CopyFrom(_timings(summary.phases))
     message.placement.CopyFrom(
         pb.Placement(
@@ -279,4 +202,10 @@ def _timings(phases: Phases) -> pb.Timings:
         "decode_ms": phases.decode_s * 1e3,
     }
     # The sum of what is sent, so that a client that adds it up gets this very number.
-    return pb.Timings(**parts, e2e_ms=sum(parts.values()), ttft_ms=phases.ttft_s * 1e3, tpot_ms=phases.tpot_s * 1e3)
+    return pb.Timings(
+        **parts,
+        e2e_ms=sum(parts.values()),
+        ttft_ms=phases.ttft_s * 1e3,
+        tpot_ms=phases.tpot_s * 1e3,
+        fetch_ms=phases.fetch_s * 1e3,
+    )

@@ -18,6 +18,7 @@ class Attempt:
 
     def __init__(self, job: GenerationJob, placement: Placement, consumer: Consumer) -> None:
         self.job = job
+        self._holders = placement.holders
         self.prefill = placement.prefill
         self.handed_off = False
         """Whether the prefill worker has reported the hand-off."""
@@ -47,7 +48,8 @@ class Attempt:
             worker.attach(request_id, self._consumer)
         self._candidates[0].charge(request_id, self._decode_charge())
         try:
-            self.prefill.send(SubmitJob(self.job, tuple(worker.info.target for worker in self._candidates)))
+            targets = tuple(worker.info.target for worker in self._candidates)
+            self.prefill.send(SubmitJob(self.job, targets, self._holders))
         except UnavailableError:
             self.close()
             raise

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from pdserve.rpc.codec import (
     finish_from_proto,
+    holder_to_proto,
     job_to_proto,
     logprobs_from_proto,
     stats_from_proto,
@@ -16,7 +17,7 @@ from pdserve.rpc.codec import (
     worker_info_from_proto,
 )
 from pdserve.rpc.v1 import worker_pb2 as pb
-from pdserve.types import DecodeTarget, FinishReason, GenerationJob, TokenLogprobs, WorkerStats
+from pdserve.types import DecodeTarget, FinishReason, GenerationJob, PrefixHolder, TokenLogprobs, WorkerStats
 from pdserve.worker_info import WorkerInfo
 
 
@@ -54,6 +55,10 @@ class FirstToken:
     prefill_s: float
     """Seconds of compute, by the worker's clock."""
     num_cached_tokens: int
+    num_fetched_tokens: int = 0
+    """Those of the cached tokens that came from another worker."""
+    fetch_s: float = 0.0
+    """Seconds spent waiting for them before the compute, by the worker's clock."""
     logprobs: tuple[TokenLogprobs, ...] = ()
     """Of the token, if asked for."""
 
@@ -111,6 +116,8 @@ class SubmitJob:
 
     job: GenerationJob
     decode: tuple[DecodeTarget, ...]
+    holders: tuple[PrefixHolder, ...] = ()
+    """Whom it may ask for KV of the job's beginning."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,7 +158,9 @@ def prefill_command(command: Command) -> pb.PrefillCommand:
     match command:
         case SubmitJob():
             submit = pb.PrefillJob(
-                job=job_to_proto(command.job), decode=[target_to_proto(target) for target in command.decode]
+                job=job_to_proto(command.job),
+                decode=[target_to_proto(target) for target in command.decode],
+                prefix_holders=[holder_to_proto(holder) for holder in command.holders],
             )
             return pb.PrefillCommand(submit=submit)
         case CancelJob():
@@ -213,6 +222,8 @@ def _prefill_event(event: pb.PrefillEvent) -> WorkerEvent | None:
                 finish_reason=finish_from_proto(first.finish_reason),
                 prefill_s=first.prefill_s,
                 num_cached_tokens=first.cached_tokens,
+                num_fetched_tokens=first.fetched_tokens,
+                fetch_s=first.fetch_s,
                 logprobs=logprobs_from_proto(first.logprobs),
             )
         case "handed_off":

@@ -125,9 +125,18 @@ class TextOutput:
     """
 
     def __init__(
-        self, tokenizer: Tokenizer, prompt_ids: Sequence[int], stop_strings: Sequence[str], min_tokens: int
+        self,
+        tokenizer: Tokenizer,
+        prompt_ids: Sequence[int],
+        stop_strings: Sequence[str],
+        min_tokens: int,
+        *,
+        skip_special_tokens: bool = True,
+        include_stop_string: bool = False,
     ) -> None:
-        self._detokenizer = IncrementalDetokenizer(tokenizer, prompt_ids)
+        """`skip_special_tokens`: those add nothing to the text. `include_stop_string`: text ends after it."""
+        self._detokenizer = IncrementalDetokenizer(tokenizer, prompt_ids, skip_special_tokens)
+        self._include_stop_string = include_stop_string
         self._matcher = StopStringMatcher(stop_strings) if stop_strings else None
         self._min_tokens = min_tokens
         self._num_tokens = 0
@@ -144,7 +153,7 @@ class TextOutput:
             if self._matcher is None or self._num_tokens <= self._min_tokens:
                 parts.append(text)
                 continue
-            text, stop = self._matcher.push(text)
+            text, stop = self._match(self._matcher, text)
             parts.append(text)
             if stop is not None:
                 return i + 1, "".join(parts), stop
@@ -155,8 +164,12 @@ class TextOutput:
         rest = self._detokenizer.finish()
         if self._matcher is None:
             return rest, None
-        text, stop = self._matcher.push(rest)
+        text, stop = self._match(self._matcher, rest)
         return (text, stop) if stop is not None else (text + self._matcher.finish(), None)
+
+    def _match(self, matcher: StopStringMatcher, text: str) -> tuple[str, str | None]:
+        text, stop = matcher.push(text)
+        return (text + stop if stop is not None and self._include_stop_string else text), stop
 
 
 class Output:

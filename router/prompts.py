@@ -48,9 +48,13 @@ class Prompts:
         return await self._in_thread(lambda: self.tokenizer.encode(text, add_special_tokens=add_special_tokens))
 
     async def encode_chat(self, chat: ChatInput) -> Sequence[int]:
-        """Token ids of a chat, rendered with the model's template and ready for the assistant's turn."""
+        """Token ids of a chat, rendered with the model's template."""
         try:
-            return await self._in_thread(lambda: self.tokenizer.encode_chat(chat.messages))
+            return await self._in_thread(
+                lambda: self.tokenizer.encode_chat(
+                    chat.messages, add_generation_prompt=chat.add_generation_prompt, **chat.template_kwargs
+                )
+            )
         except InvalidRequestError as error:
             # The tokenizer knows messages, not our request.
             raise InvalidRequestError(f"chat.{error.message}", field=f"chat.{error.field}") from error

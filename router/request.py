@@ -8,6 +8,7 @@ moment in which a request is half cancelled, and no task that could be left behi
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import logging
 import time
 from collections.abc import Callable, Coroutine
@@ -34,6 +35,7 @@ from router.events import FirstToken, HandedOff, JobFailed, PrefillStarted, Prom
 from router.output import Output, PromptScores, TextOutput, TokenSequence
 from router.placement import PlacementRequest, WorkerKey
 from router.placer import Placer
+from router.prefix_memory import PrefixMemory
 from router.stream import ClientStream, Summary
 from router.timeline import Timeline
 from router.timers import Timers
@@ -64,6 +66,7 @@ class RequestServices:
     pool: WorkerPool
     journal: RequestJournal
     tokenizer: Tokenizer
+    prefixes: PrefixMemory
 
 
 class Request:
@@ -103,6 +106,9 @@ class Request:
         self._transport = ""
         self._kv_bytes = 0
         self._num_cached_tokens = 0
+        self._num_fetched_tokens = 0
+        self._decoder: WorkerKey | None = None
+        """The latest worker that has sent tokens of it and has exact KV of them."""
         self._num_local_prefill_tokens = 0
         self._error_code = ""
         self._timers = Timers()
@@ -164,7 +170,14 @@ class Request:
             return
         self._output = Output(
             TokenSequence(spec.max_tokens),
-            TextOutput(self._services.tokenizer, spec.prompt_ids, spec.stop_strings, spec.min_tokens),
+            TextOutput(
+                self._services.tokenizer,
+                spec.prompt_ids,
+                spec.stop_strings,
+                spec.min_tokens,
+                skip_special_tokens=spec.skip_special_tokens,
+                include_stop_string=spec.include_stop_string,
+            ),
         )
         if spec.num_prompt_logprobs is not None:
             self._prompt_scores = PromptScores(len(spec.prompt_ids))
@@ -245,12 +258,16 @@ class Request:
                     raise InternalError("a worker sent the first token before all log-probabilities of the prompt")
                 attempt.first_token()
                 if first_of_output:
-                    self._timeline.prefilled(event.prefill_s)
+                    self._timeline.prefilled(event.prefill_s, event.fetch_s)
                     self._num_cached_tokens = min(event.num_cached_tokens, self.num_prompt_tokens)
+                    self._num_fetched_tokens = min(event.num_fetched_tokens, self._num_cached_tokens)
+                self._services.prefixes.note(worker.key, attempt.job.token_ids)
                 tokens = (event.token_id,)
                 self._take(event.index, tokens, event.finish_reason, event.logprobs, RequestEvent.FIRST_TOKEN)
             case StepTokens():
                 attempt.tokens_from(worker)
+                if attempt.prefill.info.codecs == ("none",):
+                    self._decoder = worker.key
                 # Workers send the total so far.
                 self._num_local_prefill_tokens = max(self._num_local_prefill_tokens, event.num_local_prefill_tokens)
                 if first_of_output and event.first_step_s:
@@ -343,6 +360,8 @@ class Request:
             num_prompt_logprobs=None if scores is None or scores.complete else spec.num_prompt_logprobs,
             deadline=self._deadline,
         )
+        found = self._services.prefixes.find(job.token_ids)
+        placement = dataclasses.replace(placement, holders=self._services.pool.prefix_holders(placement.prefill, found))
         attempt = Attempt(job, placement, self)
         self._prefill_worker = placement.prefill.info.worker_id
         self._decode_worker = ""
@@ -401,6 +420,7 @@ class Request:
                 num_prompt_tokens=self.num_prompt_tokens,
                 num_output_tokens=output.num_tokens,
                 num_cached_tokens=self._num_cached_tokens,
+                num_fetched_tokens=self._num_fetched_tokens,
                 prefill_worker=self._prefill_worker,
                 decode_worker=self._decode_worker,
                 transport=self._transport,
@@ -418,6 +438,10 @@ class Request:
             self._attempt = None
         self._placer.stop()
         self._timers.cancel_all()
+        if self._decoder is not None:
+            # The newest token has not been computed.
+            tokens = (*self._started_spec.prompt_ids, *self._started_output.tokens[:-1])
+            self._services.prefixes.note(self._decoder, tokens)
         log.info("request ended", extra=self._facts())
         self._on_end(self)
 

@@ -20,7 +20,11 @@ from pdserve.store.journal import RequestJournal
 from pdserve.store.registry import WorkerDirectory
 from pdserve.store.requests import RequestRecords
 from pdserve.tokenizer import Tokenizer, load_tokenizer
-from router.api import ClusterServicer, InferenceServicer, ServedModel
+from router.api import ClusterServicer, InferenceServicer
+from router.core import RouterCore, ServedModel
+from router.http.app import make_app
+from router.http.server import HttpEndpoint
+from router.prefix_memory import PrefixMemory
 from router.prompts import Prompts
 from router.request import RequestServices
 from router.requests import RequestTable
@@ -45,6 +49,7 @@ class RouterService:
         self.router_id = config.router.router_id or f"router-{secrets.token_hex(4)}"
         self._undo = contextlib.AsyncExitStack()
         self._endpoint: GrpcEndpoint | None = None
+        self._http: HttpEndpoint | None = None
         self._table: RequestTable | None = None
         self._pool: WorkerPool | None = None
         self._journal: RequestJournal | None = None
@@ -55,6 +60,12 @@ class RouterService:
         """host:port of the public API, once started."""
         assert self._endpoint is not None, "not started"
         return self._endpoint.address
+
+    @property
+    def http_address(self) -> str:
+        """host:port of the HTTP API, once started."""
+        assert self._http is not None, "not started, or HTTP is off"
+        return self._http.address
 
     @property
     def pool(self) -> WorkerPool:
@@ -73,6 +84,9 @@ class RouterService:
         # The port early: a taken one is a mistake that is cheap to find.
         endpoint = self._endpoint = GrpcEndpoint(config.router.listen, "router.listen")
         self._undo.push_async_callback(endpoint.stop, 0.0)
+        if config.router.http_listen is not None:
+            self._http = HttpEndpoint(config.router)
+            self._undo.push_async_callback(self._http.stop, 0.0)
         store = await Store.connect(config.store.url, config.cluster, timeout_s=config.store.timeout_s)
         self._undo.push_async_callback(store.aclose)
         source, tokenizer, fingerprint = await asyncio.to_thread(_load, config.model.path)
@@ -94,15 +108,12 @@ class RouterService:
                 pool=pool,
                 journal=journal,
                 tokenizer=tokenizer,
+                prefixes=PrefixMemory(fingerprint),
             )
         )
         directory = WorkerDirectory(store)
-        inference_pb2_grpc.add_InferenceServicer_to_server(
-            InferenceServicer(
-                model=model, prompts=prompts, table=table, pool=pool, records=records, config=config.router
-            ),
-            endpoint.server,
-        )
+        core = RouterCore(model=model, prompts=prompts, table=table, pool=pool, records=records, config=config.router)
+        inference_pb2_grpc.add_InferenceServicer_to_server(InferenceServicer(core), endpoint.server)
         inference_pb2_grpc.add_ClusterServicer_to_server(
             ClusterServicer(
                 router_id=self.router_id,
@@ -114,6 +125,9 @@ class RouterService:
         )
         await endpoint.start(SERVICE_NAMES)
         self._undo.push_async_callback(endpoint.stop, ABORT_S)
+        if self._http is not None:
+            await self._http.start(make_app(core))
+            self._undo.push_async_callback(self._http.stop, ABORT_S)
         self._undo.callback(table.close)
         self._supervisor = asyncio.create_task(
             self._supervise(directory, pool, table, journal, endpoint), name="router"
@@ -124,6 +138,7 @@ class RouterService:
             extra={
                 "router_id": self.router_id,
                 "address": endpoint.address,
+                "http_address": self._http.address if self._http is not None else None,
                 "model": model.name,
                 "max_model_len": model.max_model_len,
                 "start_ms": round((time.monotonic() - started_at) * 1000),
@@ -169,6 +184,8 @@ class RouterService:
             tasks.create_task(self._follow_registry(directory, pool))
             tasks.create_task(self._show_readiness(pool, table, endpoint))
             tasks.create_task(pool.wait_for_failure())
+            if self._http is not None:
+                tasks.create_task(self._http.run())
 
     async def _follow_registry(self, directory: WorkerDirectory, pool: WorkerPool) -> None:
         store = self._config.store

@@ -37,6 +37,7 @@ class Summary:
     num_prompt_tokens: int
     num_output_tokens: int
     num_cached_tokens: int
+    num_fetched_tokens: int
     prefill_worker: str
     decode_worker: str
     """Empty if the request ended with its first token."""

@@ -21,6 +21,8 @@ class Phases:
     decode_s: float
     ttft_s: float
     tpot_s: float
+    fetch_s: float
+    """Part of `queue_s`."""
 
     @property
     def e2e_s(self) -> float:
@@ -39,6 +41,7 @@ class Timeline:
         self._last_at: float | None = None
         self._num_tokens = 0
         self._prefill_s = 0.0
+        self._fetch_s = 0.0
         self._transfer_s = 0.0
         self._first_step_s = 0.0
 
@@ -57,9 +60,11 @@ class Timeline:
             self._num_tokens += num_new
             self._last_at = now
 
-    def prefilled(self, prefill_s: float) -> None:
-        """What the prefill worker measured for the first token of the output (not for that of a later attempt)."""
+    def prefilled(self, prefill_s: float, fetch_s: float = 0.0) -> None:
+        """What the prefill worker measured for the first token of the output (not for that of a later attempt), and for
+        waiting before that for KV from another worker."""
         self._prefill_s = prefill_s
+        self._fetch_s = fetch_s
 
     def transferred(self, transfer_s: float) -> None:
         """What the prefill worker measured from the first token to the last byte in place."""
@@ -88,6 +93,7 @@ class Timeline:
             handover_s=handover_s,
             decode_s=max(0.0, after - transfer_s - handover_s),
             ttft_s=self._first_at - self._received_at,
+            fetch_s=_clamp(self._fetch_s, before - prefill_s),
             tpot_s=after / (self._num_tokens - 1) if self._num_tokens > 1 else 0.0,
         )
 

@@ -6,8 +6,8 @@ import math
 import re
 import secrets
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Final
+from dataclasses import dataclass, field
+from typing import Any, Final
 
 from pdserve.config.schema import RouterSection
 from pdserve.errors import InvalidRequestError, NotFoundError, PromptTooLongError
@@ -68,6 +68,10 @@ class ChatInput:
     """Messages for the chat template."""
 
     messages: tuple[dict[str, str], ...]
+    add_generation_prompt: bool = True
+    """Whether the assistant's turn is begun."""
+    template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    """Further variables of the template."""
 
 
 PromptInput = TextInput | TokenInput | ChatInput
@@ -89,6 +93,10 @@ class CheckedRequest:
     num_logprobs: int | None
     """None: no log-probabilities."""
     num_prompt_logprobs: int | None
+    skip_special_tokens: bool = True
+    """Whether special tokens add nothing to the text."""
+    include_stop_string: bool = False
+    """Whether a stop string that ends the output is part of the text."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,6 +114,8 @@ class GenerationSpec:
     """Most likely tokens to report beside each drawn one; None: no log-probabilities."""
     num_prompt_logprobs: int | None = None
     """The same for the tokens of the prompt."""
+    skip_special_tokens: bool = True
+    include_stop_string: bool = False
 
 
 class _Problems:
@@ -272,6 +282,8 @@ def resolve(
         stop_strings=request.stop_strings,
         num_logprobs=request.num_logprobs,
         num_prompt_logprobs=request.num_prompt_logprobs,
+        skip_special_tokens=request.skip_special_tokens,
+        include_stop_string=request.include_stop_string,
     )
 
 

@@ -4,22 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Final
 
 from pdserve.config.schema import HealthSection
 from pdserve.store.membership import MembershipChange
-from pdserve.types import Role
+from pdserve.types import PrefixHolder, Role
 from pdserve.worker_info import WorkerInfo
 from router.placement import Choice, LeastLoadedPlacement, PlacementRequest, WorkerKey
 from router.sessions import open_session
-from router.worker import Worker
+from router.worker import Worker, WorkerState
 
 log = logging.getLogger(__name__)
 
 _MAX_NAMED: Final = 8
 """Decode workers named to a prefill worker with each job."""
+_MAX_HOLDERS: Final = 3
+"""Workers named to it as holders of the prompt's beginning."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +55,8 @@ class Placement:
     prefill: Worker
     decode: tuple[Worker, ...]
     """Candidates, best first."""
+    holders: tuple[PrefixHolder, ...] = ()
+    """Other workers that probably have the KV of a beginning of the prompt, the longest first."""
 
 
 class WorkerPool:
@@ -110,6 +114,21 @@ class WorkerPool:
         placement.prefill.last_used = placement.decode[0].last_used = self._num_dispatched
         return placement
 
+    def prefix_holders(self, prefill: Worker, found: Mapping[WorkerKey, int]) -> tuple[PrefixHolder, ...]:
+        """Those of the workers in `found` that `prefill` may ask for that many tokens, in their order."""
+        known = [(self._workers[key], num_tokens) for key, num_tokens in found.items() if key in self._workers]
+        usable = [
+            (worker.info, num_tokens)
+            for worker, num_tokens in known
+            if worker is not prefill and worker.state is WorkerState.READY and self._may_share(worker.key, prefill.key)
+        ]
+        return tuple(
+            PrefixHolder(
+                worker_id=info.worker_id, incarnation=info.incarnation, address=info.address, num_tokens=num_tokens
+            )
+            for info, num_tokens in usable[:_MAX_HOLDERS]
+        )
+
     def watch(self, callback: Callable[[], None]) -> None:
         """Call `callback` soon after any worker came, went, or became usable or not, until `unwatch`."""
         self._watchers[callback] = None
@@ -163,6 +182,12 @@ class WorkerPool:
             )
         self._compatible[prefill, decode] = not problems
         return not problems
+
+    def _may_share(self, holder: WorkerKey, prefill: WorkerKey) -> bool:
+        """Whether blocks of one mean the same to the other, and have the same names."""
+        theirs, ours = self._workers[holder].info.as_prefix_peer, self._workers[prefill].info.as_prefix_peer
+        same_size = theirs.kv_layout.block_size == ours.kv_layout.block_size
+        return same_size and not theirs.incompatibilities(ours)
 
     def _add(self, info: WorkerInfo) -> None:
         key = WorkerKey(info.worker_id, info.incarnation)

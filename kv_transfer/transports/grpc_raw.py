@@ -12,9 +12,18 @@ from collections.abc import AsyncIterator, Callable
 import grpc
 
 from kv_transfer.messages import LinkId
-from kv_transfer.transports.base import Deliver, PostError, SendingTransport, TransportKind
+from kv_transfer.transports.base import (
+    Endpoint,
+    PostError,
+    SendingTransport,
+    Sink,
+    TransportContext,
+    TransportKind,
+    plain_offer,
+)
 from kv_transfer.wire import Frame
 from pdserve.rpc.options import CHANNEL_OPTIONS
+from pdserve.types import DecodeTarget
 
 SERVICE = "pdserve.rpc.v1.KvData"
 PUSH = f"/{SERVICE}/Push"
@@ -23,41 +32,44 @@ _GENERATION_KEY = "pdserve-link-generation"
 
 
 class GrpcSender:
-    """Prefill side: one call, opened with the first frame and again after a failure."""
+    """Prefill side: one call, opened with the first frame."""
 
     def __init__(self, address: str, link: LinkId) -> None:
         self._address = address
         self._link = link
         self._channel: grpc.aio.Channel | None = None
         self._call: grpc.aio.StreamUnaryCall[bytes, bytes] | None = None
+        self._copying: asyncio.Future[bytes] | None = None
+        """The copy of the frame that is being posted, which another thread makes."""
         self._fenced = False
+
+    async def connect(self) -> None:
+        """Reach the port. The caller's deadline is the limit: gRPC itself tries for ever."""
+        self._channel = grpc.aio.insecure_channel(self._address, options=CHANNEL_OPTIONS)
+        await self._channel.channel_ready()
 
     async def post(self, frame: Frame, source_free: Callable[[], None]) -> None:
         """Copy the frame once, and return when HTTP/2 flow control has taken it."""
-        data = frame.join()
-        source_free()
-        if self._fenced:
+        copying = self._copying = asyncio.get_running_loop().run_in_executor(None, frame.join)
+        copying.add_done_callback(lambda _: source_free())
+        data = await asyncio.shield(copying)
+        if self._fenced or self._channel is None:
             raise PostError(f"link {self._link} is closed")
-        call = self._call
-        if call is None or call.done():
-            call = self._call = self._open()
+        if self._call is None:
+            self._call = self._open(self._channel)
         try:
-            await call.write(data)
+            await self._call.write(data)
         except (grpc.aio.AioRpcError, asyncio.InvalidStateError) as error:
-            self._call = None
             raise PostError(f"the KvData stream to {self._address} broke: {grpc_reason(error)}") from error
         except asyncio.CancelledError as error:
             task = asyncio.current_task()
             if task is None or task.cancelling():
                 raise
             # grpc reports a call that the other side cancelled by a CancelledError that nobody asked for.
-            self._call = None
             raise PostError(f"the KvData stream to {self._address} was cancelled by the decode worker") from error
 
-    def _open(self) -> grpc.aio.StreamUnaryCall[bytes, bytes]:
-        if self._channel is None:
-            self._channel = grpc.aio.insecure_channel(self._address, options=CHANNEL_OPTIONS)
-        push: grpc.aio.StreamUnaryMultiCallable[bytes, bytes] = self._channel.stream_unary(PUSH)
+    def _open(self, channel: grpc.aio.Channel) -> grpc.aio.StreamUnaryCall[bytes, bytes]:
+        push: grpc.aio.StreamUnaryMultiCallable[bytes, bytes] = channel.stream_unary(PUSH)
         metadata = (
             (_INCARNATION_KEY, self._link.prefill_incarnation),
             (_GENERATION_KEY, str(self._link.generation)),
@@ -65,7 +77,7 @@ class GrpcSender:
         return push(metadata=metadata)
 
     async def fence(self) -> None:
-        """Cancel the call and close the channel."""
+        """Cancel the call, close the channel and wait for a copy that is under way."""
         self._fenced = True
         if self._call is not None:
             self._call.cancel()
@@ -73,13 +85,15 @@ class GrpcSender:
         if self._channel is not None:
             await self._channel.close()
             self._channel = None
+        if self._copying is not None:
+            await asyncio.wait((self._copying,))
 
 
 class GrpcReceiver:
     """Decode side: the Push method, which passes on frames of open links."""
 
-    def __init__(self, decode_incarnation: str, deliver: Deliver) -> None:
-        self._deliver = deliver
+    def __init__(self, context: TransportContext, sink: Sink) -> None:
+        self._sink = sink
         self._open: set[LinkId] = set()
 
     def register(self, server: grpc.aio.Server) -> None:
@@ -87,9 +101,17 @@ class GrpcReceiver:
         handler: grpc.RpcMethodHandler[bytes, bytes] = grpc.stream_unary_rpc_method_handler(self._push)
         server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, {"Push": handler}),))
 
-    def open(self, link: LinkId) -> None:
-        """Accept frames of this link."""
+    async def start(self) -> None:
+        """The worker's server does everything."""
+
+    async def aclose(self) -> None:
+        """Refuse every link."""
+        self._open.clear()
+
+    def open(self, link: LinkId, offer: Endpoint) -> Endpoint | None:
+        """Accept frames of this link, at the worker's own address."""
         self._open.add(link)
+        return Endpoint("grpc")
 
     def fence(self, link: LinkId) -> None:
         """Refuse frames of this link; its call ends with the next one."""
@@ -102,7 +124,7 @@ class GrpcReceiver:
         async for frame in frames:
             if link not in self._open:
                 await context.abort(grpc.StatusCode.FAILED_PRECONDITION, f"{PUSH}: link {link} is not open")
-            self._deliver(link, frame)
+            self._sink.deliver(link, frame)
         return b""
 
 
@@ -121,8 +143,8 @@ def grpc_reason(error: Exception) -> str:
     return str(error)
 
 
-def _sending(address: str, decode_incarnation: str, link: LinkId) -> SendingTransport:
-    return GrpcSender(address, link)
+def _sending(context: TransportContext, endpoint: Endpoint, target: DecodeTarget, link: LinkId) -> SendingTransport:
+    return GrpcSender(target.address, link)
 
 
-GRPC = TransportKind(name="grpc", one_sided=False, sending=_sending, receiving=GrpcReceiver)
+GRPC = TransportKind(name="grpc", one_sided=False, offer=plain_offer("grpc"), sending=_sending, receiving=GrpcReceiver)

@@ -19,7 +19,9 @@ from pdserve.cli.records import generation_record
 from pdserve.cli.signals import catch_stop_signals
 from pdserve.cli.tables import make_console
 from pdserve.cli.timeline import timeline
+from pdserve.cli.up import curl_line
 from pdserve.client import Client, Generation, GenerationStream
+from pdserve.config.schema import DEFAULT_HTTP_PORT
 from pdserve.errors import CancelledError
 from pdserve.launch.cluster import EMBEDDED, LocalCluster, chosen_format
 from pdserve.launch.process import LineWriter
@@ -32,6 +34,7 @@ PROMPTS = (
     "List three tips for writing clear code.",
 )
 
+DEFAULT_HTTP_ADDRESS = f"127.0.0.1:{DEFAULT_HTTP_PORT}"
 IDLE_TIMEOUT_S = 10.0
 """For workers to report that they hold no blocks any more."""
 
@@ -127,6 +130,8 @@ def demo(
         click.echo(json.dumps(report))
     else:
         click.echo("after stopping: " + ", ".join(f"{name} {value}" for name, value in _as_dict(after).items()))
+        hint = f"`pdserve up` keeps a cluster running; then, for example:\n  {curl_line(DEFAULT_HTTP_ADDRESS)}"
+        click.echo(hint, err=True)
     if killed:
         click.echo(f"error: had to kill after the drain time: {', '.join(killed)}", err=True)
     if not after.none:

@@ -13,7 +13,8 @@ from pdserve.launch.parent import end_with_launcher
 def router(config_path: str | None, settings: tuple[str, ...]) -> int:
     """Run a router.
 
-    Serves the public gRPC API on router.listen until SIGTERM, then lets its requests finish.
+    Serves the public gRPC API on router.listen and the HTTP API on router.http_port until SIGTERM, then lets its
+    requests finish.
     """
     end_with_launcher()
     config = read_config(config_path, settings)

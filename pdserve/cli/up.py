@@ -52,9 +52,18 @@ def _describe_json(cluster: LocalCluster) -> str:
     return json.dumps(
         {
             "address": cluster.address,
+            "http_address": cluster.http_address,
             "redis_url": display_url(cluster.redis_url),
             "processes": [{"name": p.name, "role": p.role, "pid": p.pid} for p in cluster.processes],
         }
+    )
+
+
+def curl_line(http_address: str) -> str:
+    """A command that streams an answer."""
+    body = '{"messages": [{"role": "user", "content": "Why is the sky blue?"}], "max_tokens": 64, "stream": true}'
+    return (
+        f"curl -N http://{http_address}/v1/chat/completions -H 'Content-Type: application/json' -d {shlex.quote(body)}"
     )
 
 
@@ -69,15 +78,19 @@ def describe(cluster: LocalCluster) -> str:
         f"from pdserve.client import Client; "
         f'print(Client("{cluster.address}").generate("The sky is blue because", temperature=0, max_tokens=32).text)'
     )
+    http = curl = ""
+    if cluster.http_address is not None:
+        http = f"\n  HTTP   http://{cluster.http_address}/v1   (OpenAI-compatible; /docs lists everything)"
+        curl = f"\n  {curl_line(cluster.http_address)}"
     return f"""
 ready: {workers}
-  gRPC   {cluster.address}   (pdserve.rpc.v1.Inference; reflection and health are on)
+  gRPC   {cluster.address}   (pdserve.rpc.v1.Inference; reflection and health are on){http}
   redis  {display_url(cluster.redis_url)}
 
 Try, in another terminal:
   {program} generate{router} --temperature 0 --max-tokens 64 "Why is the sky blue?"
   {program} status{router}
-  {python} -c {shlex.quote(call)}
+  {python} -c {shlex.quote(call)}{curl}
 
 Ctrl-C lets running requests finish and stops everything.
 """

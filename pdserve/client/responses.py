@@ -103,6 +103,7 @@ def _usage(message: pb.Usage) -> Usage:
         prompt_tokens=message.prompt_tokens,
         completion_tokens=message.completion_tokens,
         cached_tokens=message.cached_tokens,
+        fetched_tokens=message.fetched_tokens,
     )
 
 
@@ -117,6 +118,7 @@ def _timings(message: pb.Timings) -> Timings:
         e2e_ms=message.e2e_ms,
         ttft_ms=message.ttft_ms,
         tpot_ms=message.tpot_ms,
+        fetch_ms=message.fetch_ms,
     )
 
 

@@ -17,6 +17,8 @@ class Usage:
     """Sampled tokens, the one that ended the output included."""
     cached_tokens: int
     """Prompt tokens taken from a prefix cache instead of computed."""
+    fetched_tokens: int = 0
+    """Those of them whose KV came from another worker."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,6 +36,8 @@ class Timings:
     """Time to first token."""
     tpot_ms: float
     """Mean time per output token after the first; 0 with fewer than two tokens."""
+    fetch_ms: float = 0.0
+    """Part of `queue_ms`: waiting for KV of the prompt's beginning from another worker."""
 
     @property
     def phases_ms(self) -> dict[str, float]:

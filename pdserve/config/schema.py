@@ -28,8 +28,27 @@ def _check_listen(value: object) -> object:
     return value
 
 
+def _check_pinning(value: object) -> object:
+    """One clear message where a union would give one for each of its members."""
+    is_cpus = isinstance(value, list | tuple) and value and all(type(cpu) is int and cpu >= 0 for cpu in value)
+    if value != "auto" and not isinstance(value, bool) and not is_cpus:
+        raise ValueError("must be auto, true, false, or a list of CPU numbers like [2, 3]")
+    return tuple(value) if isinstance(value, list) else value
+
+
+def _check_http_port(value: object) -> object:
+    if value is not None and value != "auto" and not (type(value) is int and 0 <= value <= 65535):
+        raise ValueError("must be a port (0 takes a free one), auto, or null for no HTTP")
+    return value
+
+
+DEFAULT_HTTP_PORT = 8000
+"""Where clients of OpenAI-compatible servers look first."""
+
 Bytes = Annotated[int, BeforeValidator(_parse_bytes)]
 Address = Annotated[str, BeforeValidator(_check_listen)]
+HttpPort = Annotated[int | Literal["auto"] | None, BeforeValidator(_check_http_port)]
+Pinning = Annotated[Literal["auto"] | bool | tuple[int, ...], BeforeValidator(_check_pinning)]
 WorkerId = Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]{1,64}$")]
 Seconds = Annotated[float, Field(gt=0, le=86_400, allow_inf_nan=False)]
 
@@ -67,7 +86,13 @@ class EngineSection(Section):
     attention: Literal["sdpa", "reference"] = "sdpa"
     """torch engine: `reference` is slow and plain: what every other implementation is checked against."""
     threads: Annotated[int, Field(ge=1, le=1024)] | None = None
-    """CPU threads of one worker. Default: the machine's cores; `pdserve up` shares them among the workers it starts."""
+    """CPU threads of one worker. Default: as many as the worker may use cores, by affinity and control group; `pdserve
+    up` shares them out among the workers it starts, so that a prefill never slows down a decode step."""
+    pin_threads: Pinning = "auto"
+    """CPU engine: whether each thread keeps to a CPU of its own. `auto` leaves that to `pdserve up`, which pins the
+    threads of workers that have several, where every worker gets cores of its own. A worker started alone is not
+    pinned, as it cannot know who shares its cores. `true` takes different cores of those that the worker may use, and
+    a list names a CPU for each thread: both for cores that nobody else uses, or threads wait for each other."""
 
 
 class KvSection(Section):
@@ -103,6 +128,24 @@ class RouterSection(Section):
     """Name of this router. Default: router-<random>."""
     listen: Address = "127.0.0.1:50051"
     """host:port of the public gRPC API. One address, not all of them: exposing it is a decision."""
+    http_port: HttpPort = "auto"
+    """Port of the OpenAI-compatible HTTP API, on the host of `listen`. `auto` is 8000, or a free port where `listen`
+    takes a free one as well; `pdserve up` also takes a free one if 8000 is in use. 0 takes a free port, null turns HTTP
+    off."""
+    http_max_body_bytes: Bytes = Field(default=32 << 20, ge=1024)
+    """Longest body of an HTTP request: a prompt of `max_prompt_bytes`, escaped, and the rest."""
+    http_head_timeout_s: Seconds = 10.0
+    """How long the request line and headers may take to arrive. A connection that has not sent them by then is closed,
+    so that slow senders cannot collect connections."""
+    http_body_timeout_s: Seconds = 60.0
+    """How long a body may take to arrive."""
+    http_keep_alive_s: Seconds = 30.0
+    """How long a connection without a request stays open."""
+    http_heartbeat_s: Seconds = 15.0
+    """Pause in a stream after which a comment is sent, so that proxies and clients see that it is alive."""
+    http_write_timeout_s: Seconds = 30.0
+    """A client that takes nothing of its answer for so long is cut off. Output it has not taken counts towards
+    `max_unread_tokens` meanwhile."""
     default_max_tokens: Annotated[int, Field(ge=1)] = 512
     """Output bound of a request that sets none, cut to what the context leaves. A bound and not "the rest of the
     context": a runaway answer would push others out of its decode worker's pool."""
@@ -122,6 +165,14 @@ class RouterSection(Section):
     """Output tokens kept for a client that does not read them; with more its request fails with RESOURCE_EXHAUSTED."""
     drain_timeout_s: Seconds = 30.0
     """How long a stopping router lets its requests finish."""
+
+    @property
+    def http_listen(self) -> str | None:
+        """host:port of the HTTP API; None if there is none."""
+        host, port = self.listen.rsplit(":", 1)
+        if self.http_port == "auto":
+            return f"{host}:{0 if int(port) == 0 else DEFAULT_HTTP_PORT}"
+        return None if self.http_port is None else f"{host}:{self.http_port}"
 
 
 class WorkerSection(Section):
@@ -159,12 +210,40 @@ class DecodeSection(WorkerSection):
 class TransferSection(Section):
     """KV hand-off between workers."""
 
-    transports: Annotated[tuple[Literal["grpc"], ...], Field(strict=False, min_length=1)] = ("grpc",)
-    """Ways to move KV, best first. The first one that both ends list is used."""
-    chunk_bytes: Bytes = Field(default=1 << 20, ge=4096, le=32 << 20)
-    """Aim for the size of one message. About 1 MiB is fastest over gRPC."""
-    credit_bytes: Bytes = Field(default=8 << 20, ge=1 << 20)
+    transports: Annotated[
+        tuple[Literal["local", "tcp", "grpc", "torch", "nixl"], ...], Field(strict=False, min_length=1)
+    ] = (
+        "local",
+        "tcp",
+        "grpc",
+    )
+    """Ways to move KV, best first. Of those that both ends list and can use, a link takes the one that it finds to be
+    the fastest, and the next one when that fails. `local`: between processes of one user on one host. `grpc`: wherever
+    the workers reach each other. The rest need a trusted network: `tcp`; `torch`: NCCL between GPUs and gloo otherwise,
+    with pdserve[torch]; `nixl`: UCX, with pdserve[nixl]."""
+    preflight: bool = True
+    """Measure the transports of a new link with up to 2 MiB each. The order of `transports` decides between those that
+    are about equally fast, and alone if this is off."""
+    tcp_port: Annotated[int, Field(ge=0, le=65535)] = 0
+    """Where a decode worker listens for the `tcp` transport, on the host of `decode.listen`. 0 takes any free port; a
+    firewall wants a fixed one."""
+    chunk_timeout_s: Seconds = 2.0
+    """A transport that brings no chunk through for so long, while the peer is alive, is given up for the next one. More
+    than one message of `chunk_bytes` takes on the slowest network."""
+    chunk_bytes: Bytes = Field(default=2 << 20, ge=4096, le=32 << 20)
+    """Aim for the size of one message. Larger ones cost less CPU time, and wait longer for their last token. About
+    1 MiB is fastest over gRPC, 2 MiB over TCP."""
+    credit_bytes: Bytes = Field(default=32 << 20, ge=1 << 20)
     """Unacknowledged bytes on one link."""
+    codec: Literal["none", "int8", "fp8"] = "none"
+    """How a prefill worker encodes KV on the way. `int8` and `fp8` halve the bytes of 16-bit KV; the output is then not
+    bit for bit that of an exact transfer, and such KV is not kept as a prefix for other requests."""
+    accept_codecs: Annotated[tuple[Literal["none", "int8", "fp8"], ...], Field(strict=False, min_length=1)] = ("none",)
+    """Encodings that a decode worker takes."""
+    fetch_prefixes: Literal["auto", "always", "never"] = "auto"
+    """Whether a prefill worker takes the KV of a prompt's beginning from another worker that has it, say that of the
+    last turn of a chat from the decode worker. `auto` does so where that is expected to be faster than computing it.
+    `always` does not ask what is faster, which is for tests and measurements."""
     max_pushing_per_link: Annotated[int, Field(ge=1)] = 4
     """Hand-offs that send at the same time on one link; the oldest first, so that one completes early."""
     lease_s: Seconds = 10.0

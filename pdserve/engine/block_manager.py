@@ -86,12 +86,7 @@ class BlockManager:
         on; `Blocks.num_found` says how many. `keep` blocks must stay available afterwards.
         """
         assert 0 <= len(prefix) <= n, f"cannot allocate {n} blocks for a prefix of {len(prefix)}"
-        found: list[int] = []
-        for name in prefix:
-            block_id = self._block_of.get(name)
-            if block_id is None:
-                break
-            found.append(block_id)
+        found = self.find(prefix)
         num_revived = sum(block_id in self._cached for block_id in found)
         if n - len(found) + num_revived + keep > self.num_available:
             return None
@@ -99,6 +94,28 @@ class BlockManager:
             self._cached.pop(block_id, None)
             self._ref_counts[block_id] += 1
         return Blocks((*found, *(self._take() for _ in range(n - len(found)))), len(found))
+
+    def find(self, prefix: Sequence[bytes]) -> list[int]:
+        """The blocks that hold the longest run of `prefix`, from its first name on. Changes nothing."""
+        found: list[int] = []
+        for name in prefix:
+            block_id = self._block_of.get(name)
+            if block_id is None:
+                break
+            found.append(block_id)
+        return found
+
+    def hold(self, prefix: Sequence[bytes], *, keep: int = 0) -> Blocks:
+        """A reference to each block of the longest run of `prefix` that leaves `keep` blocks available."""
+        held: list[int] = []
+        for block_id in self.find(prefix):
+            if block_id in self._cached:
+                if self.num_available <= keep:
+                    break
+                del self._cached[block_id]
+            self._ref_counts[block_id] += 1
+            held.append(block_id)
+        return Blocks(tuple(held), len(held))
 
     def _take(self) -> int:
         """A block nobody holds, with one reference and no name."""

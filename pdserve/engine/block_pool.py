@@ -69,6 +69,11 @@ class StagedBlockStore:
         """Geometry of the blocks."""
         return self._pool.layout
 
+    @property
+    def device(self) -> str:
+        """See `KvBlockStore`."""
+        return str(self._pool.kv.device)
+
     def read(
         self, blocks: Sequence[int], layer_begin: int, layer_end: int, heads: HeadRange | None = None
     ) -> list[memoryview]:
@@ -124,9 +129,13 @@ class CudaStaging:
 
     def computation_submitted(self) -> None:
         """Call on the computing thread after each forward pass: transfers from now on start after it."""
-        computed = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        computed.record()
-        self._computed = computed
+        self._computed = self.mark()
+
+    def mark(self) -> torch.cuda.Event:
+        """The end of what the calling thread has submitted so far."""
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record()
+        return event
 
     def transferring(self) -> AbstractContextManager[object]:
         """The side stream, behind the last forward pass: it wrote what is read, or last read what is overwritten."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
@@ -13,11 +15,22 @@ from pdserve.kv_layout import KvBlockStore, KvLayout
 from pdserve.model.config import ModelConfig
 
 
+@dataclass(frozen=True, slots=True)
+class LayerWatch:
+    """Somebody who wants to know in the middle of a step how far it has come."""
+
+    layers: tuple[int, ...]
+    """After how many layers to call; ascending, each from 1 to the number of layers of the model."""
+    on_done: Callable[[int], None]
+    """Called with each of these numbers once the K/V of the whole batch is readable through the engine's `store` in so
+    many leading layers, which the rest of the step does not change. A step that fails may have called it."""
+
+
 class Engine(Protocol):
     """A loaded model with its KV pool.
 
     `forward` and `forward_logits` are called by one thread at a time. `store` may be used by other threads meanwhile,
-    for blocks that are in no running batch.
+    for blocks that are in no running batch, and of those that are for the layers that have been reported.
     """
 
     @property
@@ -36,11 +49,12 @@ class Engine(Protocol):
     def store(self) -> KvBlockStore:
         """The KV pool as bytes, for the transfer layer."""
 
-    def forward(self, batch: Batch) -> StepOutput:
+    def forward(self, batch: Batch, watch: LayerWatch | None = None) -> StepOutput:
         """Write the K/V of the batch into its slots, draw one token for each of its R logit rows, and report the
         log-probabilities that were asked for.
 
-        On return the K/V of the batch is readable through `store`. With no logit rows there are no tokens.
+        On return the K/V of the batch is readable through `store`. With no logit rows there are no tokens. `watch` is
+        called on the calling thread, and changes no bit of the result.
         """
 
     def forward_logits(self, batch: Batch) -> npt.NDArray[np.float32]:

@@ -27,6 +27,11 @@ class HostBlockStore:
         """Geometry of the blocks."""
         return self._layout
 
+    @property
+    def device(self) -> str:
+        """See `KvBlockStore`."""
+        return "cpu"
+
     def read(
         self, blocks: Sequence[int], layer_begin: int, layer_end: int, heads: HeadRange | None = None
     ) -> list[memoryview]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -55,9 +56,11 @@ class Llama:
         self._cos = torch.from_numpy(tables.cos).to(weights.embedding.device)
         self._sin = torch.from_numpy(tables.sin).to(weights.embedding.device)
 
-    def forward(self, inputs: StepInputs, pool: BlockPool, attention: StepAttention) -> torch.Tensor:
+    def forward(
+        self, inputs: StepInputs, pool: BlockPool, attention: StepAttention, after_layers: Callable[[int], None]
+    ) -> torch.Tensor:
         """Write K/V of the batch into its slots and give the last hidden states [N, H] of its output rows,
-        for `logits`.
+        for `logits`. After the work of each layer has been submitted `after_layers` gets their number so far.
 
         Norms compute in float32 whatever the dtype of the weights. Only K/V, not hidden states, of other rows are
         computed in the last layer.
@@ -74,6 +77,7 @@ class Llama:
             hidden = hidden + F.linear(attended, layer.output, layer.output_bias)
             gate, up = F.linear(self._norm(hidden, layer.post_attention_norm), layer.gate_up).chunk(2, dim=-1)
             hidden = hidden + F.linear(F.silu(gate) * up, layer.down)
+            after_layers(index + 1)
         return self._norm(hidden, weights.norm)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:

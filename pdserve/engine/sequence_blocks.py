@@ -89,6 +89,21 @@ class SequenceBlocks:
         self._entries[key] = _Entry(blocks, hashes, names[: blocks.num_found])
         return blocks.num_found * self.block_size
 
+    def num_cached_tokens(self, names: Sequence[bytes]) -> int:
+        """Leading tokens of a sequence, whose full blocks have these names, that have their KV here."""
+        return len(self._manager.find(names)) * self.block_size
+
+    def hold(self, key: HandoffId, names: Sequence[bytes], *, keep: int = 0) -> int:
+        """Keep the blocks of the longest run of `names`, which are published here, under `key` until `close`.
+
+        Returns how many blocks that are; with 0 there is nothing to close. `keep` blocks stay available to others.
+        """
+        assert key not in self._entries, f"{key} has blocks already"
+        blocks = self._manager.hold(names, keep=keep)
+        if blocks:
+            self._entries[key] = _Entry(blocks, self._hasher.chain(), list(names[: len(blocks)]))
+        return len(blocks)
+
     def grow(self, key: HandoffId, room: int) -> bool:
         """See to it that `key` has blocks for `room` tokens. False means "not now" and changes nothing."""
         entry = self._entries[key]

@@ -14,6 +14,7 @@ from pdserve.engine.attention import AttentionBackend
 from pdserve.engine.batch import Batch
 from pdserve.engine.block_pool import BlockPool, CudaStaging, StagedBlockStore
 from pdserve.engine.device import to_host, upload
+from pdserve.engine.engine import LayerWatch
 from pdserve.engine.host_store import HostBlockStore
 from pdserve.engine.llama import Llama, StepInputs
 from pdserve.engine.logprobs import raw_logprobs
@@ -63,11 +64,11 @@ class TorchEngine:
         return self._store
 
     @torch.inference_mode()
-    def forward(self, batch: Batch) -> StepOutput:
+    def forward(self, batch: Batch, watch: LayerWatch | None = None) -> StepOutput:
         """See `Engine.forward`. One device-to-host copy, of the tokens (more if `sample` draws a row again), and one
         for each of the two kinds of log-probabilities if anybody asked for it."""
         num_drawn = len(batch.logit_rows)
-        hidden = self._compute(batch)
+        hidden = self._compute(batch, watch)
         logits = self._model.logits(hidden[:num_drawn])
         rows = batch.sampling.logprob_rows
         # A copy of their rows, as `sample` edits the logits.
@@ -93,14 +94,49 @@ class TorchEngine:
         slices = (self._model.logits(hidden[i : i + SCORED_ROWS]) for i in range(0, len(hidden), SCORED_ROWS))
         return raw_logprobs(slices, scoring.target_ids, int(scoring.num_top.max()), self._device)
 
-    def _compute(self, batch: Batch) -> torch.Tensor:
+    def _compute(self, batch: Batch, watch: LayerWatch | None = None) -> torch.Tensor:
         # On a GPU an index out of range kills the context, and with it every request.
         assert batch.token_ids.min() >= 0 and batch.token_ids.max() < self._config.vocab_size, "no such token id"
         assert batch.positions.max() < self._model.num_positions, "no such position"
         assert batch.slot_mapping.max() < self.num_blocks * self.layout.block_size, "no such block"
         inputs = StepInputs.upload(batch, self.layout.block_size, self._device)
         step_attention = self._attention.plan(batch, self.layout.block_size, self._device)
-        hidden = self._model.forward(inputs, self._pool, step_attention)
-        if self._staging is not None:
-            self._staging.computation_submitted()
+        progress = _Progress(watch or NOBODY, self._staging)
+        hidden = self._model.forward(inputs, self._pool, step_attention, progress.after_layers)
+        progress.submitted(self._config.num_layers)
         return hidden
+
+
+class _Progress:
+    """Tells whoever watches a step when layers are complete, which on a GPU is long after they were submitted."""
+
+    def __init__(self, watch: LayerWatch, staging: CudaStaging | None) -> None:
+        self._watch = watch
+        self._staging = staging
+        self._marks: list[tuple[int, torch.cuda.Event]] = []
+
+    def after_layers(self, num_layers: int) -> None:
+        """The first `num_layers` layers are submitted, on a CPU computed."""
+        if num_layers not in self._watch.layers:
+            return
+        if self._staging is None:
+            self._watch.on_done(num_layers)
+        else:
+            self._marks.append((num_layers, self._staging.mark()))
+
+    def submitted(self, num_layers: int) -> None:
+        """All `num_layers` layers are, and nothing after them."""
+        if self._staging is None:
+            return
+        # Transfers that begin now wait for the last mark that the staging knows. It learns of this step's only when
+        # what comes before has been told: else the first layers would wait for all of them.
+        for number, mark in self._marks:
+            if number < num_layers:
+                mark.synchronize()
+                self._watch.on_done(number)
+        self._staging.computation_submitted()
+        if num_layers in self._watch.layers:
+            self._watch.on_done(num_layers)
+
+
+NOBODY = LayerWatch((), lambda _: None)

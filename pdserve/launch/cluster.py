@@ -19,7 +19,8 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from pdserve.addresses import dialable, reserve
 from pdserve.client import Client
 from pdserve.config import Config
-from pdserve.errors import CancelledError, PdServeError, StoreError, WorkerLostError
+from pdserve.config.schema import RouterSection
+from pdserve.errors import CancelledError, ConfigError, PdServeError, StoreError, WorkerLostError
 from pdserve.launch.plan import plan_processes
 from pdserve.launch.process import LineSink, ManagedProcess, StartError
 from pdserve.launch.restart import RestartPolicy
@@ -79,6 +80,8 @@ class LocalCluster:
         self._due: dict[str, float] = {}
         self.listen = ""
         """host:port on which the router listens; set by `start`."""
+        self.http_listen: str | None = None
+        """The same for HTTP; None if there is none. Set by `start`."""
         self.redis_url = ""
         """Set by `start`."""
 
@@ -86,6 +89,11 @@ class LocalCluster:
     def address(self) -> str:
         """host:port that clients connect to."""
         return dialable(self.listen)
+
+    @property
+    def http_address(self) -> str | None:
+        """host:port that HTTP clients connect to; None if HTTP is off."""
+        return None if self.http_listen is None else dialable(self.http_listen)
 
     @property
     def processes(self) -> Sequence[ManagedProcess]:
@@ -116,6 +124,7 @@ class LocalCluster:
 
     def _start(self, stopping: threading.Event) -> None:
         self.listen = reserve(self.config.router.listen, "router.listen")
+        self.http_listen = reserve_http(self.config.router, self.listen)
         if self.config.store.url == EMBEDDED:
             self._progress("starting an embedded redis server")
             self._redis = EmbeddedRedis()
@@ -127,7 +136,11 @@ class LocalCluster:
         else:
             self.redis_url = self.config.store.url
         plans = plan_processes(
-            self.config, store_url=self.redis_url, router_address=self.listen, log_format=self._log_format
+            self.config,
+            store_url=self.redis_url,
+            router_address=self.listen,
+            http_port=None if self.http_listen is None else int(self.http_listen.rsplit(":", 1)[1]),
+            log_format=self._log_format,
         )
         for plan in plans:
             self._processes[plan.name] = ManagedProcess(plan, self._sink)
@@ -265,6 +278,22 @@ class LocalCluster:
             self.stop()
         else:
             self._abort()
+
+
+def reserve_http(router: RouterSection, taken: str) -> str | None:
+    """Where HTTP will listen, which is not `taken`. Raises ConfigError if a port that was asked for is in use."""
+    listen = router.http_listen
+    if listen is None:
+        return None
+    try:
+        found = reserve(listen, "router.http_port")
+    except ConfigError:
+        if router.http_port != "auto":
+            raise
+        found = taken
+    while found == taken:
+        found = reserve(f"{listen.rsplit(':', 1)[0]}:0", "router.http_port")
+    return found
 
 
 def _stop_group(group: Sequence[ManagedProcess], grace_s: float, hurry: threading.Event) -> list[str]:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from pdserve.config import Config
-from pdserve.config.schema import WorkerSection
-from pdserve.cpus import available_cpus
+from pdserve.config.schema import Pinning, WorkerSection
+from pdserve.cpus import allowed_cores, available_cpus, share_cpus
 from pdserve.errors import ConfigError
 from pdserve.types import Role
 
@@ -22,14 +24,17 @@ class ProcessPlan:
     config: Config
 
 
-def plan_processes(config: Config, *, store_url: str, router_address: str, log_format: str) -> list[ProcessPlan]:
-    """The router first, then prefill workers, then decode workers.
+def plan_processes(
+    config: Config, *, store_url: str, router_address: str, http_port: int | None, log_format: str
+) -> list[ProcessPlan]:
+    """The router first, then prefill workers, then decode workers. `http_port` is the router's.
 
-    Threads are shared out among the workers unless `engine.threads` is set. Raises ConfigError for settings that only
-    one worker can have when several are wanted.
+    Threads are shared out among the workers unless `engine.threads` is set, and CPUs as `engine.pin_threads` says.
+    Raises ConfigError for settings that only one worker can have when several are wanted.
     """
     local = config.local
-    threads = config.engine.threads or max(1, available_cpus() // (local.prefill_workers + local.decode_workers))
+    num_workers = local.prefill_workers + local.decode_workers
+    threads = config.engine.threads or max(1, available_cpus() // num_workers)
     shared = config.model_copy(
         update={
             "store": config.store.model_copy(update={"url": store_url}),
@@ -38,16 +43,46 @@ def plan_processes(config: Config, *, store_url: str, router_address: str, log_f
         }
     )
     router_name = config.router.router_id or "router-0"
-    router = config.router.model_copy(update={"listen": router_address, "router_id": router_name})
+    router = config.router.model_copy(
+        update={"listen": router_address, "http_port": http_port, "router_id": router_name}
+    )
     plans = [
         ProcessPlan(name=router_name, command="router", config=shared.model_copy(update={"router": router})),
         *_workers(shared, Role.PREFILL, config.prefill, local.prefill_workers),
         *_workers(shared, Role.DECODE, config.decode, local.decode_workers),
     ]
     names = [plan.name for plan in plans]
+    # Workers come after the router.
+    for index, cpus in enumerate(_pinning(config.engine.pin_threads, num_workers, threads), start=1):
+        own = plans[index].config
+        engine = own.engine.model_copy(update={"pin_threads": cpus})
+        plans[index] = dataclasses.replace(plans[index], config=own.model_copy(update={"engine": engine}))
     if repeated := {name for name in names if names.count(name) > 1}:
         raise ConfigError(f"worker_id: {min(repeated)!r} names more than one process; every name must be different")
     return plans
+
+
+def _pinning(wanted: Pinning, num_workers: int, threads: int) -> Sequence[Pinning]:
+    """`engine.pin_threads` of each worker. Raises ConfigError if there are not enough CPUs for what is wanted."""
+    cores = allowed_cores()
+    num_cpus = sum(map(len, cores))
+    if wanted == "auto":
+        # A single thread waits for no other and is best left to the system. A quota means that the cores are shared
+        # with other containers, of which each would take the same ones.
+        wanted = threads > 1 and num_workers * threads <= num_cpus == available_cpus()
+    if wanted is False:
+        return [False] * num_workers
+    if wanted is not True:
+        raise ConfigError(
+            f"engine.pin_threads: {num_workers} workers cannot share the CPUs {list(wanted)}; use auto or true"
+        )
+    shares = share_cpus(cores, num_workers, threads)
+    if shares is None:
+        raise ConfigError(
+            f"engine.pin_threads: {num_workers} workers of {threads} threads need more than the {num_cpus} CPUs there "
+            "are; use auto or false, or fewer engine.threads"
+        )
+    return shares
 
 
 def _workers(config: Config, role: Role, section: WorkerSection, count: int) -> list[ProcessPlan]:

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Sequence
 
 from pdserve.errors import InvalidRequestError
-from pdserve.kv_layout import DTYPE_NBYTES, KvLayout
+from pdserve.kv_layout import AXIS_ORDERS, DTYPE_NBYTES, KvLayout, axis_order
 from pdserve.rpc.v1 import common_pb2 as pb
 from pdserve.rpc.v1 import worker_pb2
 from pdserve.types import (
     DecodeTarget,
     FinishReason,
     GenerationJob,
+    PrefixHolder,
     Role,
     SamplingParams,
     TokenLogprobs,
@@ -156,12 +158,15 @@ def layout_to_proto(layout: KvLayout) -> pb.KvLayout:
         num_layers=layout.num_layers,
         num_kv_heads=layout.num_kv_heads,
         head_dim=layout.head_dim,
-        order=layout.order,
+        k_order=layout.k_order,
+        v_order=layout.v_order,
+        numerics=layout.numerics,
+        head_cuts=layout.head_cuts,
     )
 
 
 def layout_from_proto(message: pb.KvLayout) -> KvLayout:
-    """Raises InvalidRequestError for a dtype or a size that no worker can have."""
+    """Raises InvalidRequestError for a dtype, size or order that no worker can have, naming the field."""
     if message.dtype not in DTYPE_NBYTES:
         raise InvalidRequestError(f"kv_layout.dtype: unknown {message.dtype!r}", field="kv_layout.dtype")
     for name in ("block_size", "num_layers", "num_kv_heads", "head_dim"):
@@ -173,13 +178,28 @@ def layout_from_proto(message: pb.KvLayout) -> KvLayout:
         }[name]
         if value <= 0:
             raise InvalidRequestError(f"kv_layout.{name}: must be positive, got {value}", field=f"kv_layout.{name}")
+    k_order, v_order = axis_order(message.k_order), axis_order(message.v_order)
+    if k_order is None or v_order is None:
+        field, order = ("v_order", message.v_order) if k_order else ("k_order", message.k_order)
+        raise InvalidRequestError(
+            f"kv_layout.{field}: must be one of {list(AXIS_ORDERS)}, got {order!r}", field=f"kv_layout.{field}"
+        )
+    cuts = (0, *message.head_cuts, message.num_kv_heads)
+    if any(cut >= after for cut, after in itertools.pairwise(cuts)):
+        raise InvalidRequestError(
+            f"kv_layout.head_cuts: must ascend between 0 and {message.num_kv_heads}, got {list(message.head_cuts)}",
+            field="kv_layout.head_cuts",
+        )
     return KvLayout(
         dtype=message.dtype,
         block_size=message.block_size,
         num_layers=message.num_layers,
         num_kv_heads=message.num_kv_heads,
         head_dim=message.head_dim,
-        order=message.order,
+        k_order=k_order,
+        v_order=v_order,
+        numerics=message.numerics,
+        head_cuts=tuple(message.head_cuts),
     )
 
 
@@ -197,6 +217,7 @@ def worker_info_to_proto(info: WorkerInfo) -> pb.WorkerInfo:
         max_model_len=info.max_model_len,
         transports=info.transports,
         version=info.version,
+        codecs=info.codecs,
     )
 
 
@@ -218,6 +239,7 @@ def worker_info_from_proto(message: pb.WorkerInfo) -> WorkerInfo:
         max_model_len=message.max_model_len,
         transports=tuple(message.transports),
         version=message.version,
+        codecs=tuple(message.codecs),
     )
 
 
@@ -239,6 +261,12 @@ def stats_to_proto(stats: WorkerStats) -> pb.WorkerStats:
         cached_tokens_total=stats.cached_tokens_total,
         preemptions_total=stats.preemptions_total,
         recomputed_tokens_total=stats.recomputed_tokens_total,
+        fetches_total=stats.fetches_total,
+        fetched_tokens_total=stats.fetched_tokens_total,
+        fetched_bytes_total=stats.fetched_bytes_total,
+        failed_fetches_total=stats.failed_fetches_total,
+        declined_fetches_total=stats.declined_fetches_total,
+        served_fetches_total=stats.served_fetches_total,
         draining=stats.draining,
     )
 
@@ -261,6 +289,12 @@ def stats_from_proto(message: pb.WorkerStats) -> WorkerStats:
         cached_tokens_total=message.cached_tokens_total,
         preemptions_total=message.preemptions_total,
         recomputed_tokens_total=message.recomputed_tokens_total,
+        fetches_total=message.fetches_total,
+        fetched_tokens_total=message.fetched_tokens_total,
+        fetched_bytes_total=message.fetched_bytes_total,
+        failed_fetches_total=message.failed_fetches_total,
+        declined_fetches_total=message.declined_fetches_total,
+        served_fetches_total=message.served_fetches_total,
         draining=message.draining,
     )
 
@@ -273,3 +307,23 @@ def target_to_proto(target: DecodeTarget) -> worker_pb2.DecodeTarget:
 def target_from_proto(message: worker_pb2.DecodeTarget) -> DecodeTarget:
     """Field by field."""
     return DecodeTarget(worker_id=message.worker_id, incarnation=message.incarnation, address=message.address)
+
+
+def holder_to_proto(holder: PrefixHolder) -> worker_pb2.PrefixHolder:
+    """Field by field."""
+    return worker_pb2.PrefixHolder(
+        worker_id=holder.worker_id,
+        incarnation=holder.incarnation,
+        address=holder.address,
+        num_tokens=holder.num_tokens,
+    )
+
+
+def holder_from_proto(message: worker_pb2.PrefixHolder) -> PrefixHolder:
+    """Field by field."""
+    return PrefixHolder(
+        worker_id=message.worker_id,
+        incarnation=message.incarnation,
+        address=message.address,
+        num_tokens=message.num_tokens,
+    )

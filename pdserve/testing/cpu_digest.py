@@ -18,7 +18,7 @@ from pdserve.engine.cpu.weights import WeightFormat
 from pdserve.model.source import open_model
 from pdserve.types import SamplingParams
 
-_FORMATS: tuple[WeightFormat, ...] = ("f32", "f16", "q8_0", "q4_1")
+_FORMATS: tuple[WeightFormat, ...] = ("f32", "f16", "q8_0", "q4_1", "auto")
 _SAMPLING = (
     SamplingParams(temperature=1.0, seed=3),
     SamplingParams(temperature=0.0),
@@ -28,7 +28,8 @@ _LENGTHS = (150, 5, 33)
 
 
 def digest_of(model: str) -> str:
-    """SHA-256 of logits, drawn tokens and KV bytes of three requests in every weight format that can be asked for."""
+    """SHA-256 of logits, drawn tokens and KV bytes of three requests in every weight format that can be asked for, that
+    of the file included."""
     source = open_model(model)
     digest = hashlib.sha256()
     rng = np.random.default_rng(11)

@@ -15,6 +15,7 @@ import numpy.typing as npt
 
 from pdserve.config import Config
 from pdserve.engine.batch import Batch
+from pdserve.engine.engine import LayerWatch
 from pdserve.engine.output import StepOutput
 from pdserve.kv_layout import KvLayout
 from pdserve.model.config import ModelConfig
@@ -96,10 +97,13 @@ class FakeEngine:
         )
         self._may_run = threading.Event()
         self._may_run.set()
+        self._pause_after = 0
         self._stopped = False
         self._failures: list[Exception] = []
         self.query_lens: list[list[int]] = []
         """Query tokens of each sequence of each step that was computed."""
+        self.watched: list[tuple[int, ...]] = []
+        """The layers of each step that somebody asked about."""
 
     @property
     def config(self) -> ModelConfig:
@@ -121,8 +125,9 @@ class FakeEngine:
         """The KV pool as bytes."""
         return self._store
 
-    def pause(self) -> None:
-        """Let the next step wait at its beginning."""
+    def pause(self, after_layers: int = 0) -> None:
+        """Let the next step wait at its beginning, or when so many layers of it are computed and reported."""
+        self._pause_after = after_layers
         self._may_run.clear()
 
     def resume(self) -> None:
@@ -133,24 +138,34 @@ class FakeEngine:
         """Wait until a step waits."""
         await eventually(lambda: self._stopped, "a step waits at the pause point")
 
+    def _pause_point(self, num_layers: int) -> None:
+        if num_layers == self._pause_after and not self._may_run.is_set():
+            self._stopped = True
+            self._may_run.wait()
+            self._stopped = False
+
     def fail_next(self, *errors: Exception) -> None:
         """Raise these, one per step, instead of computing."""
         self._failures.extend(errors)
 
-    def forward(self, batch: Batch) -> StepOutput:
+    def forward(self, batch: Batch, watch: LayerWatch | None = None) -> StepOutput:
         """See `Engine.forward`. Knows no probabilities."""
         assert len(batch.sampling.logprob_rows) == 0 and len(batch.scoring) == 0, "the fake has no log-probabilities"
-        return StepOutput(token_ids=self._step(batch))
+        return StepOutput(token_ids=self._step(batch, watch))
 
-    def _step(self, batch: Batch) -> npt.NDArray[np.int64]:
-        if not self._may_run.is_set():
-            self._stopped = True
-            self._may_run.wait()
-            self._stopped = False
-        if self._failures:
-            raise self._failures.pop(0)
+    def _step(self, batch: Batch, watch: LayerWatch | None = None) -> npt.NDArray[np.int64]:
+        self._pause_point(0)
+        self.watched.append(() if watch is None else watch.layers)
         block, offset = np.divmod(batch.slot_mapping, self._layout.block_size)
-        self._kv[block, :, :, :, offset, :] = _kv(batch.token_ids.astype(np.int64), batch.positions.astype(np.int64))
+        kv = _kv(batch.token_ids.astype(np.int64), batch.positions.astype(np.int64))
+        for layer in range(_NUM_LAYERS):
+            self._kv[block, layer, :, :, offset, :] = kv[:, layer]
+            if watch is not None and layer + 1 in watch.layers:
+                watch.on_done(layer + 1)
+            self._pause_point(layer + 1)
+            # A step may fail in the middle: nobody may have relied on what it has written.
+            if self._failures:
+                raise self._failures.pop(0)
         self.query_lens.append(np.diff(batch.cu_seqlens).tolist())
         sequences = np.searchsorted(batch.cu_seqlens[1:], batch.logit_rows, side="right")
         return np.array([self._draw(batch, row, int(seq)) for row, seq in enumerate(sequences)], dtype=np.int64)

@@ -23,6 +23,7 @@ from pdserve.worker_info import WorkerInfo
 KV_BYTES_PER_TOKEN = 100
 FAKE_PREFILL_S = 0.002
 FAKE_STEP_S = 0.001
+FAKE_FETCH_S = 0.0001
 
 
 class FakeDecodeWorker(FakeWorker[pb.DecodeEvents], pb_grpc.DecodeWorkerServicer):
@@ -132,6 +133,10 @@ class FakePrefillWorker(FakeWorker[pb.PrefillEvents], pb_grpc.PrefillWorkerServi
         """Jobs received, in order."""
         self.targets: list[tuple[str, ...]] = []
         """Decode workers that each job named."""
+        self.holders: list[dict[str, int]] = []
+        """Workers that each job named as holders of its beginning, with their tokens."""
+        self.num_fetched_tokens = 0
+        """Claimed of every job, all of them cached."""
         self.fail_with: pb.JobFailed | None = None
         """Sent in place of starting any job; ids are filled in."""
 
@@ -164,6 +169,7 @@ class FakePrefillWorker(FakeWorker[pb.PrefillEvents], pb_grpc.PrefillWorkerServi
         targets = tuple(target.worker_id for target in command.submit.decode)
         self.jobs.append(job)
         self.targets.append(targets)
+        self.holders.append({h.worker_id: h.num_tokens for h in command.submit.prefix_holders})
         self._run(job, lambda: self._prefill(job, targets))
 
     async def _prefill(self, job: GenerationJob, targets: Sequence[str]) -> None:
@@ -197,6 +203,9 @@ class FakePrefillWorker(FakeWorker[pb.PrefillEvents], pb_grpc.PrefillWorkerServi
             token_id=token,
             finish_reason=finish_to_proto(finish),
             prefill_s=FAKE_PREFILL_S,
+            cached_tokens=self.num_fetched_tokens,
+            fetched_tokens=self.num_fetched_tokens,
+            fetch_s=FAKE_FETCH_S if self.num_fetched_tokens else 0.0,
         )
         self._send(job, pb.PrefillEvent(first_token=first))
         if finish is not None:

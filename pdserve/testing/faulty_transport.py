@@ -6,10 +6,12 @@ import asyncio
 import enum
 import random
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
-from kv_transfer.messages import LinkId
-from kv_transfer.transports.base import PostError, SendingTransport, TransportKind
-from kv_transfer.wire import Frame
+from kv_transfer.messages import Endpoint, LinkId
+from kv_transfer.transports.base import PostError, SendingTransport, TransportContext, TransportKind
+from kv_transfer.wire import HEADER_NBYTES, Frame
+from pdserve.types import DecodeTarget
 
 
 class Fault(enum.Enum):
@@ -51,38 +53,66 @@ class Faults:
         return fault
 
 
+class RawFrame(Frame):
+    """A frame of any bytes, which need not be those of a chunk."""
+
+    def __init__(self, like: Frame, data: bytes) -> None:
+        super().__init__(like.chunk, lambda: [memoryview(data)[HEADER_NBYTES:]])
+        self._data = data
+
+    @property
+    def header(self) -> bytes:
+        """The first bytes."""
+        return self._data[:HEADER_NBYTES]
+
+    @property
+    def payload(self) -> Sequence[memoryview]:
+        """The rest, if there is one."""
+        return [memoryview(self._data)[HEADER_NBYTES:]] if len(self._data) > HEADER_NBYTES else []
+
+
 class _FaultySender:
     def __init__(self, inner: SendingTransport, faults: Faults) -> None:
         self._inner = inner
         self._faults = faults
-        self._held: bytes | None = None
+        self._held: Frame | None = None
+
+    async def connect(self) -> None:
+        """See SendingTransport."""
+        await self._inner.connect()
 
     async def post(self, frame: Frame, source_free: Callable[[], None]) -> None:
         """See SendingTransport."""
-        data = frame.join()
-        source_free()
+        if not frame.chunk.nonce:
+            await self._inner.post(frame, source_free)  # probes only measure
+            return
+        try:
+            data = frame.join()
+        finally:
+            source_free()
+        frame = RawFrame(frame, data)
         match self._faults.next():
             case Fault.NONE:
-                await self._send(data)
+                await self._send(frame)
             case Fault.DROP:
                 return
             case Fault.REPEAT:
-                await self._send(data)
-                await self._send(data)
+                await self._send(frame)
+                await self._send(frame)
             case Fault.REORDER:
-                held, self._held = self._held, data
+                held, self._held = self._held, frame
                 if held is not None:
                     await self._send(held)
                 return
             case Fault.FLIP:
                 damaged = bytearray(data)
                 damaged[self._faults.rng.randrange(len(damaged))] ^= 1 << self._faults.rng.randrange(8)
-                await self._send(bytes(damaged))
+                await self._send(RawFrame(frame, bytes(damaged)))
             case Fault.TRUNCATE:
-                await self._send(data[: self._faults.rng.randrange(len(data))])
+                await self._send(RawFrame(frame, data[: self._faults.rng.randrange(len(data))]))
             case Fault.DELAY:
                 await asyncio.sleep(self._faults.delay_s)
-                await self._send(data)
+                await self._send(frame)
             case Fault.BREAK:
                 raise PostError("broken on purpose")
         if self._held is not None:
@@ -94,14 +124,14 @@ class _FaultySender:
         self._held = None
         await self._inner.fence()
 
-    async def _send(self, data: bytes) -> None:
-        await self._inner.post(Frame(data, ()), lambda: None)
+    async def _send(self, frame: Frame) -> None:
+        await self._inner.post(frame, lambda: None)
 
 
 def faulty(kind: TransportKind, faults: Faults) -> TransportKind:
     """`kind` with these faults on its sending side, under the same name."""
 
-    def sending(address: str, decode_incarnation: str, link: LinkId) -> SendingTransport:
-        return _FaultySender(kind.sending(address, decode_incarnation, link), faults)
+    def sending(context: TransportContext, endpoint: Endpoint, target: DecodeTarget, link: LinkId) -> SendingTransport:
+        return _FaultySender(kind.sending(context, endpoint, target, link), faults)
 
-    return TransportKind(name=kind.name, one_sided=kind.one_sided, sending=sending, receiving=kind.receiving)
+    return replace(kind, sending=sending)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from pdserve.kv_layout import KvLayout
+from pdserve.kv_layout import HeadRange, KvLayout
 
 
 class NumpyBlockStore:
@@ -24,6 +24,11 @@ class NumpyBlockStore:
         """Geometry of the blocks."""
         return self._layout
 
+    @property
+    def device(self) -> str:
+        """See `KvBlockStore`."""
+        return "cpu"
+
     def fill(self, blocks: Sequence[int], seed: int) -> None:
         """Random bytes, a function of `seed` and the position in `blocks`, so that any mix-up shows."""
         rng = np.random.default_rng(seed)
@@ -34,15 +39,39 @@ class NumpyBlockStore:
         """Bytes of whole blocks, in order."""
         return self.data[list(blocks)].tobytes()
 
-    def read(self, blocks: Sequence[int], layer_begin: int, layer_end: int) -> list[memoryview]:
-        """Views of the array itself, one per block."""
-        return [self.data[block, layer_begin:layer_end].reshape(-1).data for block in blocks]
+    def read(
+        self, blocks: Sequence[int], layer_begin: int, layer_end: int, heads: HeadRange | None = None
+    ) -> list[memoryview]:
+        """Views of the array itself."""
+        return self.views(blocks, layer_begin, layer_end, heads)
 
-    def write(self, blocks: Sequence[int], layer_begin: int, layer_end: int, data: memoryview) -> None:
+    def views(
+        self, blocks: Sequence[int], layer_begin: int, layer_end: int, heads: HeadRange | None = None
+    ) -> list[memoryview]:
+        """One for each block or, if not all heads are asked for, for each K and V of each layer of each block."""
+        if heads is None or heads == (0, self._layout.num_kv_heads):
+            return [self.data[block, layer_begin:layer_end].reshape(-1).data for block in blocks]
+        begin, end = (head * self._layout.head_nbytes for head in heads)
+        half = self._layout.layer_nbytes // 2
+        return [
+            self.data[block, layer, part + begin : part + end].data
+            for block in blocks
+            for layer in range(layer_begin, layer_end)
+            for part in (0, half)
+        ]
+
+    def write(
+        self,
+        blocks: Sequence[int],
+        layer_begin: int,
+        layer_end: int,
+        data: memoryview,
+        heads: HeadRange | None = None,
+    ) -> None:
         """Copy `data` into the blocks. Raises ValueError if the length does not fit."""
-        nbytes = (layer_end - layer_begin) * self._layout.layer_nbytes
-        if len(data) != nbytes * len(blocks):
-            raise ValueError(f"{len(blocks)} blocks x {nbytes} bytes, got {len(data)}")
-        source = np.frombuffer(data, dtype=np.uint8).reshape(len(blocks), layer_end - layer_begin, -1)
-        for row, block in enumerate(blocks):
-            self.data[block, layer_begin:layer_end] = source[row]
+        views = self.views(blocks, layer_begin, layer_end, heads)
+        nbytes = sum(view.nbytes for view in views)
+        if data.nbytes != nbytes:
+            raise ValueError(f"{len(blocks)} blocks of {nbytes} bytes, got {data.nbytes}")
+        for view in views:
+            view[:], data = data[: view.nbytes], data[view.nbytes :]

@@ -11,12 +11,12 @@ from typing import Any, Self
 
 import grpc
 
-from pdserve.rpc.codec import job_to_proto, target_to_proto
+from pdserve.rpc.codec import holder_to_proto, job_to_proto, target_to_proto
 from pdserve.rpc.options import CHANNEL_OPTIONS
 from pdserve.rpc.v1 import common_pb2, worker_pb2_grpc
 from pdserve.rpc.v1 import worker_pb2 as pb
 from pdserve.testing.waiting import eventually
-from pdserve.types import DecodeTarget, GenerationJob, HandoffId
+from pdserve.types import DecodeTarget, GenerationJob, HandoffId, PrefixHolder
 
 Command = pb.PrefillCommand | pb.DecodeCommand
 Event = pb.PrefillStarted | pb.FirstToken | pb.HandedOff | pb.JobFailed | pb.StepTokens
@@ -151,10 +151,19 @@ class ScriptedRouter:
             await session.aclose()
 
     async def submit(
-        self, job: GenerationJob, targets: Sequence[DecodeTarget], *, session: WorkerSession | None = None
+        self,
+        job: GenerationJob,
+        targets: Sequence[DecodeTarget],
+        *,
+        session: WorkerSession | None = None,
+        holders: Sequence[PrefixHolder] = (),
     ) -> HandoffId:
         """Send a job to a prefill worker, by default that of the first session."""
-        message = pb.PrefillJob(job=job_to_proto(job), decode=[target_to_proto(t) for t in targets])
+        message = pb.PrefillJob(
+            job=job_to_proto(job),
+            decode=[target_to_proto(t) for t in targets],
+            prefix_holders=[holder_to_proto(h) for h in holders],
+        )
         await (session or self.sessions[0]).send(pb.PrefillCommand(submit=message))
         return HandoffId(job.request_id, job.attempt)
 

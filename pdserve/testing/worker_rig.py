@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -13,7 +13,7 @@ from pdserve.config import Config
 from pdserve.testing.cluster import InProcessCluster
 from pdserve.testing.fake_engine import FakeEngine, FakeEngines, expected
 from pdserve.testing.worker_client import ScriptedRouter
-from pdserve.types import DecodeTarget, GenerationJob, HandoffId
+from pdserve.types import DecodeTarget, GenerationJob, HandoffId, PrefixHolder
 
 
 def prompt_of(num_tokens: int, salt: int = 0) -> tuple[int, ...]:
@@ -47,9 +47,11 @@ class Rig:
             **fields,
         )
 
-    async def submit(self, prompt: tuple[int, ...], max_new: int = 8, **rest: Any) -> HandoffId:
+    async def submit(
+        self, prompt: tuple[int, ...], max_new: int = 8, *, holders: Sequence[PrefixHolder] = (), **rest: Any
+    ) -> HandoffId:
         """Send a job to the first prefill worker, with all decode workers as candidates."""
-        return await self.router.submit(self.job(prompt, max_new, **rest), self.targets)
+        return await self.router.submit(self.job(prompt, max_new, **rest), self.targets, holders=holders)
 
     async def works(self) -> None:
         """A canary: a request goes through."""
@@ -60,11 +62,18 @@ class Rig:
 
 @asynccontextmanager
 async def rig(
-    config: Config, *, prefill: int = 1, decode: int = 1, prefill_blocks: int = 64, decode_blocks: int = 64
+    config: Config,
+    *,
+    prefill: int = 1,
+    decode: int = 1,
+    prefill_blocks: int = 64,
+    decode_blocks: int = 64,
+    prefill_block_size: int = 16,
+    decode_block_size: int = 16,
 ) -> AsyncIterator[Rig]:
     """Start everything; at the end check that nothing is left."""
-    p = [FakeEngines(num_blocks=prefill_blocks) for _ in range(prefill)]
-    d = [FakeEngines(num_blocks=decode_blocks) for _ in range(decode)]
+    p = [FakeEngines(num_blocks=prefill_blocks, block_size=prefill_block_size) for _ in range(prefill)]
+    d = [FakeEngines(num_blocks=decode_blocks, block_size=decode_block_size) for _ in range(decode)]
     cluster = InProcessCluster(config, prefill=prefill, decode=decode, prefill_engines=p, decode_engines=d)
     async with cluster:
         sessions = [

@@ -31,6 +31,7 @@ class ChatTemplate:
 
         Raises ModelLoadError when the template does not parse.
         """
+        self.source = source
         self._variables = dict(variables)
         try:
             self._template = _environment().from_string(source)

@@ -66,6 +66,11 @@ class Tokenizer:
         """Whether chats can be rendered."""
         return self._chat_template is not None
 
+    @property
+    def chat_template_source(self) -> str | None:
+        """The Jinja text of the chat template; None if the model has none."""
+        return self._chat_template.source if self._chat_template is not None else None
+
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of raw text. Raises InvalidRequestError for text that is not valid Unicode."""
         require_unicode(text, "text")

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pdserve.errors import InvalidRequestError
 from pdserve.rpc.codec import (
     finish_to_proto,
+    holder_from_proto,
     job_from_proto,
     logprobs_to_proto,
     stats_to_proto,
@@ -65,7 +66,11 @@ def _submit(message: pb.PrefillJob) -> Submit | Malformed:
     except InvalidRequestError as error:
         id_ = HandoffId(message.job.request_id, message.job.attempt)
         return Malformed(failure=JobFailed.of(id_, error))
-    return Submit(job=job, targets=tuple(target_from_proto(t) for t in message.decode))
+    return Submit(
+        job=job,
+        targets=tuple(target_from_proto(t) for t in message.decode),
+        holders=tuple(holder_from_proto(h) for h in message.prefix_holders),
+    )
 
 
 def prefill_events_to_proto(
@@ -134,6 +139,8 @@ def _prefill_event(event: PrefillEvent) -> pb.PrefillEvent:
                     queue_s=event.queue_s,
                     prefill_s=event.prefill_s,
                     cached_tokens=event.cached_tokens,
+                    fetched_tokens=event.fetched_tokens,
+                    fetch_s=event.fetch_s,
                     logprobs=None if event.logprobs is None else logprobs_to_proto([event.logprobs]),
                 )
             )

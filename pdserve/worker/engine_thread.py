@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import queue
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 import numpy as np
+import numpy.typing as npt
 
 from pdserve.engine.batch import Batch
-from pdserve.engine.engine import Engine
+from pdserve.engine.engine import Engine, LayerWatch
 from pdserve.engine.output import StepOutput
 from pdserve.errors import InternalError
 from pdserve.types import TokenLogprobs
@@ -32,19 +34,30 @@ class EngineThread:
     """Runs calls one after the other on one thread. It loads the engine, too: some libraries keep settings per thread.
 
     The thread is a daemon: a call that never returns must not keep the process from ending.
+
+    What it has to say goes to the event loop through a second thread. To wake the loop gives the interpreter away for a
+    moment; the loop would take it and keep the next call, which is often there already, waiting for most of a
+    millisecond. The second thread gets the interpreter when that call computes, or when there is none.
     """
 
     def __init__(self, name: str) -> None:
         self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._news: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._busy_since: float | None = None
         self._thread = threading.Thread(target=self._work, name=name, daemon=True)
+        self._messenger = threading.Thread(target=self._deliver, name=f"{name}-news", daemon=True)
         self._thread.start()
+        self._messenger.start()
 
     async def call(self, function: Callable[[], T]) -> T:
         """Run `function` on the thread; its result or exception is passed on.
 
         If the caller is cancelled the call itself goes on; `join` waits for it.
         """
+        return await self.submit(function)
+
+    def submit(self, function: Callable[[], T]) -> asyncio.Future[T]:
+        """As `call`, for who has something else to do before it waits."""
         loop = asyncio.get_running_loop()
         future: asyncio.Future[T] = loop.create_future()
 
@@ -60,12 +73,16 @@ class EngineThread:
             try:
                 result = function()
             except Exception as error:
-                self._hand_over(loop, report, None, error)
+                self.tell(loop, functools.partial(report, None, error))
             else:
-                self._hand_over(loop, report, result, None)
+                self.tell(loop, functools.partial(report, result, None))
 
         self._calls.put(run)
-        return await future
+        return future
+
+    def tell(self, loop: asyncio.AbstractEventLoop, news: Callable[[], None]) -> None:
+        """From a call on the thread: run `news` in `loop`, after everything that was told before."""
+        self._news.put(lambda: _call_soon(loop, news))
 
     def busy_s(self, now: float) -> float:
         """Seconds that the call in progress has taken so far, 0 if there is none. `now` is `time.monotonic()`."""
@@ -79,8 +96,9 @@ class EngineThread:
                 await self.call(lambda: self._calls.put(None))
         except TimeoutError:
             return False
-        # Only the end of the loop is left to run.
+        # Only the ends of their loops are left to run.
         self._thread.join()
+        self._messenger.join()
         return True
 
     def _work(self) -> None:
@@ -88,18 +106,18 @@ class EngineThread:
             self._busy_since = time.monotonic()
             run()
             self._busy_since = None
+        self._news.put(None)
 
-    @staticmethod
-    def _hand_over(
-        loop: asyncio.AbstractEventLoop,
-        report: Callable[[T | None, BaseException | None], None],
-        result: T | None,
-        error: BaseException | None,
-    ) -> None:
-        try:
-            loop.call_soon_threadsafe(report, result, error)
-        except RuntimeError:
-            log.debug("an engine call returned after the event loop had been closed")
+    def _deliver(self) -> None:
+        while (news := self._news.get()) is not None:
+            news()
+
+
+def _call_soon(loop: asyncio.AbstractEventLoop, function: Callable[[], None]) -> None:
+    try:
+        loop.call_soon_threadsafe(function)
+    except RuntimeError:
+        log.debug("an engine call went on after the event loop had been closed")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,8 +135,27 @@ class StepResult:
     """Query tokens of each sequence of the batch, as computed."""
 
 
+class Step:
+    """A forward pass that the engine's thread has been asked for."""
+
+    def __init__(self, batch: Batch) -> None:
+        self.batch = batch
+        self.done: asyncio.Future[tuple[StepOutput, float] | None]
+        self.drawn: npt.NDArray[np.int64] | None = None
+        """Set by the engine's thread when it is computed."""
+        self.wanted = True
+
+    def skip(self) -> None:
+        """Do not compute it, unless that has begun. For steps of `start_after`."""
+        self.wanted = False
+
+
 class StepRunner:
-    """Runs the steps of one engine and counts what was really computed."""
+    """Runs the steps of one engine and counts what was really computed.
+
+    Either `step`, or in two parts: `start`, or `start_after` behind a step that may still run, and then `finish`. With
+    a step always waiting behind the one that runs, the engine need not wait for the event loop between two steps.
+    """
 
     def __init__(self, engine: Engine, thread: EngineThread) -> None:
         self.engine = engine
@@ -136,20 +173,62 @@ class StepRunner:
         """Whether the engine has failed too often in a row to be trusted with another request."""
         return self._failures >= MAX_CONSECUTIVE_FAILURES
 
-    async def step(self, batch: Batch) -> StepResult:
-        """Run one forward pass. Raises InternalError, after logging the cause, if the engine does."""
+    async def step(self, batch: Batch, watch: LayerWatch | None = None) -> StepResult:
+        """Run one forward pass. `watch` is called in the event loop, and not after this has returned.
 
-        def forward() -> tuple[StepOutput, float]:
-            begin = time.monotonic()
-            output = self.engine.forward(batch)
-            return output, time.monotonic() - begin
+        Raises InternalError, after logging the cause, if the engine does.
+        """
+        result = await self.finish(self.start(batch, watch))
+        assert result is not None, "only a step that follows another can be skipped"
+        return result
 
+    def start(self, batch: Batch, watch: LayerWatch | None = None) -> Step:
+        """Ask for a forward pass; as `step`."""
+        step, in_loop = Step(batch), None if watch is None else self._in_loop(watch)
+        step.done = self._thread.submit(lambda: self._forward(step, batch, in_loop))
+        return step
+
+    def start_after(self, before: Step, batch: Batch, follows: Callable[[list[int]], bool]) -> Step:
+        """Ask for the step after `before`, which has been started last: one token of each sequence, in its order.
+
+        They are the tokens that `before` draws; what `batch` has in their place is not used. It is skipped if `before`
+        fails or is skipped, or if `follows` is false of its tokens. The engine's thread calls that: it has to be cheap,
+        and to read nothing that changes.
+        """
+        step = Step(batch)
+
+        def forward() -> tuple[StepOutput, float] | None:
+            drawn = before.drawn
+            if drawn is None or not step.wanted or not follows(drawn.tolist()):
+                return None
+            return self._forward(step, replace(batch, token_ids=drawn.astype(np.int32)), None)
+
+        step.done = self._thread.submit(forward)
+        return step
+
+    def _forward(self, step: Step, batch: Batch, watch: LayerWatch | None) -> tuple[StepOutput, float]:
+        begin = time.monotonic()
+        output = self.engine.forward(batch, watch)
+        step.drawn = output.token_ids
+        return output, time.monotonic() - begin
+
+    def _in_loop(self, watch: LayerWatch) -> LayerWatch:
+        """`watch`, for the engine's thread to call."""
+        loop, thread = asyncio.get_running_loop(), self._thread
+        return LayerWatch(watch.layers, lambda n: thread.tell(loop, functools.partial(watch.on_done, n)))
+
+    async def finish(self, step: Step) -> StepResult | None:
+        """Wait for a step; None if it was skipped. Raises as `step` does."""
+        batch = step.batch
         try:
-            output, duration_s = await self._thread.call(forward)
+            done = await step.done
         except Exception as error:
             self._failures += 1
             log.exception("engine step failed", extra={"sequences": batch.num_seqs, "tokens": batch.num_tokens})
             raise InternalError(f"the engine failed in a step with this request: {type(error).__name__}") from error
+        if done is None:
+            return None
+        output, duration_s = done
         self._failures = 0
         query_lens = np.diff(batch.cu_seqlens)
         self.num_steps += 1

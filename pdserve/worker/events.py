@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from pdserve.errors import PdServeError
-from pdserve.types import DecodeTarget, FinishReason, GenerationJob, HandoffId, TokenLogprobs
+from pdserve.types import DecodeTarget, FinishReason, GenerationJob, HandoffId, PrefixHolder, TokenLogprobs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,6 +24,8 @@ class Submit:
 
     job: GenerationJob
     targets: tuple[DecodeTarget, ...]
+    holders: tuple[PrefixHolder, ...] = ()
+    """Whom to ask for KV of the job's beginning."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,6 +106,10 @@ class FirstToken:
     queue_s: float
     prefill_s: float
     cached_tokens: int = 0
+    fetched_tokens: int = 0
+    """Those of the cached tokens that came from another worker for this request."""
+    fetch_s: float = 0.0
+    """Part of `queue_s`, spent waiting for them."""
     logprobs: TokenLogprobs | None = None
     """None if the job did not ask for it."""
 

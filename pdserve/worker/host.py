@@ -98,6 +98,11 @@ class WorkerHost:
         )
 
     @property
+    def listen_host(self) -> str:
+        """Address of this machine that the worker listens on."""
+        return self._section.listen.rsplit(":", 1)[0]
+
+    @property
     def listening(self) -> bool:
         """Whether the port is open; health probes are answered from then on."""
         return self._opened is not None
@@ -186,6 +191,7 @@ class WorkerHost:
             num_blocks=loaded.engine.num_blocks,
             max_model_len=max_model_len(config, loaded.engine),
             transports=config.transfer.transports,
+            codecs=(config.transfer.codec,) if self.role is Role.PREFILL else config.transfer.accept_codecs,
             version=pdserve.__version__,
         )
 

@@ -68,6 +68,8 @@ def load_model(config: Config) -> LoadedModel:
             kv_cache_bytes=kv_cache_bytes,
             block_size=config.kv.block_size,
             num_threads=settings.threads,
+            # What `auto` is has been decided by who started several workers; alone it means no.
+            pin_threads=False if settings.pin_threads == "auto" else settings.pin_threads,
         )
     return LoadedModel(engine=engine, name=source.name, fingerprint=source.fingerprint)
 

@@ -297,15 +297,16 @@ def test_smollm2_computes_the_same_bits_in_any_batch() -> None:
 def test_instruction_sets_compute_the_same_bits(models: Path) -> None:
     """A worker on an older CPU can take a request over. The other process compiles kernels of its own."""
     names = ["head_dim 16, 3 heads on 3, odd sizes", "qwen3, head_dim 128"]
-    for name in names:
+    for name in (*names, "head_dim 64, 9 heads on 3"):
         source_of(models, name)
-    directories = [str(models / name) for name in names]
-    command = [sys.executable, "-m", "pdserve.testing.cpu_digest", *directories]
+    stored = write_gguf(models / "head_dim 64, 9 heads on 3", models / "digest.gguf", weight_type="Q4_0")
+    paths = [*(str(models / name) for name in names), str(stored)]
+    command = [sys.executable, "-m", "pdserve.testing.cpu_digest", *paths]
     environment = os.environ | {ISA_ENV: supported_isas()[-1], "OMP_NUM_THREADS": "1"}
     output = subprocess.run(command, env=environment, capture_output=True, text=True, check=True, timeout=380).stdout
     theirs = json.loads(output)
     assert theirs["isa"] == supported_isas()[-1]
-    assert theirs["digests"] == [digest_of(d) for d in directories]
+    assert theirs["digests"] == [digest_of(path) for path in paths]
 
 
 # --- sampling and log-probabilities ---------------------------------------------------------------------------------
@@ -427,14 +428,13 @@ def test_a_cpu_worker_does_not_import_torch(models: Path) -> None:
 SERVE = """
 import json, sys
 from pdserve.engine.batch import SampleRequest, ScoreRequest, SequenceChunk, build_batch
-from pdserve.engine.cpu import rendezvous, step, team_kernels
+from pdserve.engine.cpu import draw, rendezvous, step
 from pdserve.engine.cpu.loader import load_cpu_engine
 from pdserve.model.source import open_model
 from pdserve.testing.reference import generate
 from pdserve.types import SamplingParams
 
-of_teams = (team_kernels.step, team_kernels.head, team_kernels.greedy, team_kernels.draw)
-kernels = (*of_teams, step.attention_items, rendezvous.wait_for)
+kernels = (step.step, step.head, step.attention_items, draw.greedy, draw.draw, rendezvous.wait_for)
 engine = load_cpu_engine(open_model(sys.argv[1]), num_blocks=40, num_threads=2)
 loaded = [len(kernel.signatures) for kernel in kernels]
 sampling = [SamplingParams(temperature=0.0), SamplingParams(temperature=1.0), SamplingParams(top_k=9, top_p=0.5)]

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
-from dataclasses import dataclass, field, replace
+from collections.abc import AsyncIterator
+from dataclasses import replace
 
-import grpc
 import pytest
 
-from kv_transfer import Busy, Handoff, HandoffReceiver, HandoffResult, HandoffSender, Room, TransferConfig
+from kv_transfer import HandoffResult, HandoffSender
+from kv_transfer.lanes import MAX_RECONNECTIONS
 from kv_transfer.transports import TRANSPORTS
-from kv_transfer.transports.base import TransportKind
 from pdserve.errors import (
     CancelledError,
     ConfigError,
@@ -27,193 +24,24 @@ from pdserve.errors import (
     WorkerLostError,
 )
 from pdserve.kv_layout import KvLayout
-from pdserve.rpc.options import SERVER_OPTIONS
 from pdserve.testing.faulty_transport import Fault, Faults, faulty
+from pdserve.testing.handoff_rig import (
+    CONFIG,
+    LAYOUT,
+    Prefill,
+    decode_worker,
+    hand_over,
+    incarnations,
+    prefill_worker,
+    worker_info,
+)
 from pdserve.testing.kv_store import NumpyBlockStore
 from pdserve.testing.waiting import eventually
-from pdserve.types import DecodeTarget, GenerationJob, HandoffId, Role
+from pdserve.types import DecodeTarget, HandoffId, Role
 from pdserve.worker.tasks import TaskScope
-from pdserve.worker_info import WorkerInfo
 from prefill_worker.handoffs import Handoffs
 
-LAYOUT = KvLayout(dtype="float32", block_size=16, num_layers=4, num_kv_heads=2, head_dim=16)
-"""4 KiB a layer, 16 KiB a block."""
-CONFIG = TransferConfig(
-    heartbeat_s=0.1,
-    peer_timeout_s=0.6,
-    reconnect_s=0.3,
-    lease_s=5,
-    renew_margin_s=1.5,
-    resend_s=0.1,
-    reserve_timeout_s=3,
-    stall_timeout_s=3,
-    commit_timeout_s=3,
-    target_chunk_bytes=16 << 10,
-    credit_bytes=64 << 10,
-)
-incarnations = itertools.count(1)
-
-
-def worker_info(
-    role: Role, incarnation: str, layout: KvLayout = LAYOUT, transports: Sequence[str] = ("grpc",)
-) -> WorkerInfo:
-    return WorkerInfo(
-        worker_id=f"{role.value}-1",
-        incarnation=incarnation,
-        role=role,
-        address="",
-        model="m",
-        model_fingerprint="f",
-        kv_layout=layout,
-        num_blocks=256,
-        max_model_len=4096,
-        transports=tuple(transports),
-        version="0",
-    )
-
-
-class CountingAdmission:
-    """A decode worker that keeps blocks and nothing else."""
-
-    def __init__(self, layout: KvLayout, num_blocks: int) -> None:
-        self.layout = layout
-        self.num_blocks = num_blocks
-        self.free = list(range(num_blocks))
-        self.held: dict[HandoffId, list[int]] = {}
-        self.committed: dict[HandoffId, int] = {}
-        self.superseded: list[HandoffId] = []
-        self.refusal: PdServeError | None = None
-        self.num_held_tokens = 0
-        """What it claims to hold already of every hand-off."""
-
-    def reserve(self, job: GenerationJob, handoff: HandoffId, num_tokens: int) -> Room | Busy:
-        if self.refusal is not None:
-            raise self.refusal
-        assert handoff not in self.held
-        n = self.layout.num_blocks(num_tokens)
-        if n > len(self.free):
-            return Busy(handoff, 0.25)
-        self.held[handoff] = [self.free.pop() for _ in range(n)]
-        return Room(tuple(self.held[handoff]), self.num_held_tokens)
-
-    def release(self, handoff: HandoffId) -> None:
-        assert handoff not in self.committed
-        self.free += self.held.pop(handoff)
-
-    def commit(self, handoff: HandoffId, first_token: int) -> None:
-        assert handoff in self.held and handoff not in self.committed
-        self.committed[handoff] = first_token
-
-    def supersede(self, handoff: HandoffId) -> None:
-        self.superseded.append(handoff)
-        self.drop(handoff)
-
-    def drop(self, handoff: HandoffId) -> None:
-        del self.committed[handoff]
-        self.free += self.held.pop(handoff)
-
-
-@dataclass
-class Decode:
-    """A decode worker process, as far as hand-off goes."""
-
-    receiver: HandoffReceiver
-    store: NumpyBlockStore
-    admission: CountingAdmission
-    server: grpc.aio.Server
-    target: DecodeTarget
-    stopped: bool = False
-
-    def finish(self, handoff: HandoffId) -> None:
-        self.admission.drop(handoff)
-        self.receiver.finished(handoff)
-
-    async def stop(self) -> None:
-        if not self.stopped:
-            self.stopped = True
-            await self.receiver.aclose()
-            await self.server.stop(0)
-
-
-@dataclass
-class Prefill:
-    """A prefill worker process, as far as hand-off goes."""
-
-    sender: HandoffSender
-    store: NumpyBlockStore
-    lost: list[tuple[DecodeTarget, PdServeError]] = field(default_factory=list)
-
-    def begin(
-        self,
-        target: DecodeTarget,
-        blocks: Sequence[int],
-        *,
-        request_id: str = "r",
-        attempt: int = 1,
-        num_tokens: int = 0,
-    ) -> Handoff:
-        n = num_tokens or len(blocks) * LAYOUT.block_size
-        job = GenerationJob(
-            request_id=request_id,
-            attempt=attempt,
-            router_id="router",
-            token_ids=tuple(range(n)),
-            num_prompt_tokens=n,
-            max_new_tokens=8,
-        )
-        return self.sender.begin(job, target, blocks, n)
-
-
-@asynccontextmanager
-async def decode_worker(
-    *,
-    num_blocks: int = 256,
-    config: TransferConfig = CONFIG,
-    info: WorkerInfo | None = None,
-    port: int = 0,
-) -> AsyncIterator[Decode]:
-    info = info or worker_info(Role.DECODE, f"d{next(incarnations)}")
-    store = NumpyBlockStore(info.kv_layout, num_blocks)
-    admission = CountingAdmission(info.kv_layout, num_blocks)
-    server = grpc.aio.server(options=SERVER_OPTIONS)
-    bound = server.add_insecure_port(f"127.0.0.1:{port}")
-    receiver = HandoffReceiver(info=info, store=store, admission=admission, config=config)
-    receiver.register(server)
-    await server.start()
-    await receiver.start()
-    target = DecodeTarget(worker_id=info.worker_id, incarnation=info.incarnation, address=f"127.0.0.1:{bound}")
-    worker = Decode(receiver, store, admission, server, target)
-    try:
-        yield worker
-    finally:
-        await worker.stop()
-        for handoff in list(admission.committed):
-            admission.drop(handoff)
-        assert len(admission.free) == num_blocks, "blocks are left at the decode worker"
-        assert receiver.stats.num_live == 0
-
-
-@asynccontextmanager
-async def prefill_worker(
-    *, config: TransferConfig = CONFIG, info: WorkerInfo | None = None, kind: TransportKind | None = None
-) -> AsyncIterator[Prefill]:
-    info = info or worker_info(Role.PREFILL, f"p{next(incarnations)}")
-    store = NumpyBlockStore(info.kv_layout, 256)
-    lost: list[tuple[DecodeTarget, PdServeError]] = []
-    transports = TRANSPORTS if kind is None else {kind.name: kind}
-    sender = HandoffSender(
-        info=info,
-        store=store,
-        config=config,
-        on_link_lost=lambda target, error: lost.append((target, error)),
-        transports=transports,
-    )
-    try:
-        yield Prefill(sender, store, lost)
-    finally:
-        await sender.aclose()
-        stats = sender.stats
-        assert (stats.num_live, stats.num_links) == (0, 0)
+TWO_SIDED = ("grpc", "memory", "tcp")
 
 
 @pytest.fixture(autouse=True)
@@ -223,15 +51,7 @@ async def no_task_is_left() -> AsyncIterator[None]:
     await eventually(lambda: not (asyncio.all_tasks() - before - {asyncio.current_task()}), "every task has ended", 5)
 
 
-async def hand_over(p: Prefill, d: Decode, blocks: Sequence[int], **ids: object) -> Handoff:
-    handoff = p.begin(d.target, blocks, **ids)  # type: ignore[arg-type]
-    await handoff.reserve()
-    handoff.advance(handoff.plan.num_tokens)
-    await handoff.commit(7)
-    return handoff
-
-
-@pytest.mark.parametrize("transport", sorted(TRANSPORTS))
+@pytest.mark.parametrize("transport", TWO_SIDED)
 async def test_every_block_arrives_as_it_was(transport: str) -> None:
     d_info = worker_info(Role.DECODE, f"d{next(incarnations)}", transports=(transport,))
     p_info = worker_info(Role.PREFILL, f"p{next(incarnations)}", transports=(transport,))
@@ -410,7 +230,7 @@ SCRIPTS = {
 }
 
 
-@pytest.mark.parametrize("transport", sorted(TRANSPORTS))
+@pytest.mark.parametrize("transport", TWO_SIDED)
 @pytest.mark.parametrize("script", sorted(SCRIPTS))
 async def test_a_fault_of_the_transport_is_repaired(script: str, transport: str) -> None:
     """O-KVT-2."""
@@ -419,7 +239,7 @@ async def test_a_fault_of_the_transport_is_repaired(script: str, transport: str)
     p_info = worker_info(Role.PREFILL, f"p{next(incarnations)}", transports=(transport,))
     async with (
         decode_worker(info=d_info) as d,
-        prefill_worker(info=p_info, kind=faulty(TRANSPORTS[transport], faults)) as p,
+        prefill_worker(info=p_info, kinds=[faulty(TRANSPORTS[transport], faults)]) as p,
     ):
         p.store.fill(range(8), seed=4)
         handoff = await hand_over(p, d, range(8))
@@ -436,7 +256,7 @@ async def test_random_faults_end_in_the_right_bytes_or_a_typed_error() -> None:
         faults = Faults.at_random(kinds, share=0.4, num_frames=60, seed=seed)
         async with (
             decode_worker(config=config) as d,
-            prefill_worker(config=config, kind=faulty(TRANSPORTS["grpc"], faults)) as p,
+            prefill_worker(config=config, kinds=[faulty(TRANSPORTS["grpc"], faults)]) as p,
         ):
             p.store.fill(range(10), seed=seed)
             try:
@@ -452,7 +272,7 @@ async def test_random_faults_end_in_the_right_bytes_or_a_typed_error() -> None:
 async def test_a_transport_that_damages_everything_ends_in_an_error_and_not_in_a_commit() -> None:
     """O-KVT-2."""
     faults = Faults([Fault.FLIP] * 500)
-    async with decode_worker() as d, prefill_worker(kind=faulty(TRANSPORTS["grpc"], faults)) as p:
+    async with decode_worker() as d, prefill_worker(kinds=[faulty(TRANSPORTS["grpc"], faults)]) as p:
         # Which of the two depends on whether the fence or the answer to the next attempt to reserve comes first.
         with pytest.raises((HandoffError, StaleAttemptError)):
             await hand_over(p, d, range(2))
@@ -460,18 +280,28 @@ async def test_a_transport_that_damages_everything_ends_in_an_error_and_not_in_a
         assert d.receiver.stats.num_bad_frames
 
 
-async def test_a_fenced_link_comes_back_and_the_other_hand_offs_on_it_start_over() -> None:
+async def test_a_hand_off_that_fails_leaves_the_others_on_its_link_alone() -> None:
     faults = Faults([Fault.FLIP] * 4)
-    async with decode_worker() as d, prefill_worker(kind=faulty(TRANSPORTS["grpc"], faults)) as p:
+    async with decode_worker() as d, prefill_worker(kinds=[faulty(TRANSPORTS["grpc"], faults)]) as p:
         p.store.fill(range(4), seed=5)
         bystander = p.begin(d.target, range(4), request_id="bystander")
         await bystander.reserve()
         with pytest.raises(HandoffError, match=r"(damaged|refused) 4 times"):
             await hand_over(p, d, [9], request_id="unlucky")
-        await eventually(lambda: "LinkLost Reserving" in bystander.history, "the prefill worker knows of the fence")
         bystander.advance(64)
         await bystander.commit(1)
         assert d.store.content(d.admission.held[bystander.id]) == p.store.content(range(4))
+        assert not p.lost
+
+
+async def test_a_link_without_a_working_transport_is_opened_again_and_its_hand_offs_start_over() -> None:
+    faults = Faults([Fault.BREAK] * (MAX_RECONNECTIONS + 1))
+    async with decode_worker() as d, prefill_worker(kinds=[faulty(TRANSPORTS["grpc"], faults)]) as p:
+        p.store.fill(range(4), seed=5)
+        handoff = await hand_over(p, d, range(4))
+        assert "LinkLost Reserving" in handoff.history
+        assert d.store.content(d.admission.held[handoff.id]) == p.store.content(range(4))
+        assert p.sender.stats.transports["grpc"].num_errors == MAX_RECONNECTIONS + 1
         assert not p.lost
 
 
@@ -593,7 +423,8 @@ async def test_nobody_at_the_address_is_a_lost_worker() -> None:
 @pytest.mark.parametrize(
     ("change", "named"),
     [
-        ({"kv_layout": replace(LAYOUT, block_size=32)}, "kv_layout.block_size"),
+        ({"kv_layout": replace(LAYOUT, numerics="other")}, "kv_layout.numerics"),
+        ({"codecs": ("int8",)}, "codecs"),
         ({"kv_layout": replace(LAYOUT, dtype="bfloat16")}, "kv_layout.dtype"),
         ({"kv_layout": replace(LAYOUT, num_layers=5)}, "kv_layout.num_layers"),
         ({"model_fingerprint": "other weights"}, "model_fingerprint"),

@@ -17,7 +17,15 @@ from pdserve.testing.fake_router import FakeRouter
 
 
 def report(router: FakeRouter, *, blocks: int, generated: int) -> None:
-    layout = common_pb2.KvLayout(dtype="float32", block_size=16, num_layers=1, num_kv_heads=1, head_dim=8)
+    layout = common_pb2.KvLayout(
+        dtype="float32",
+        block_size=16,
+        num_layers=1,
+        num_kv_heads=1,
+        head_dim=8,
+        k_order="token,dim",
+        v_order="token,dim",
+    )
     router.status.workers.add(
         info=common_pb2.WorkerInfo(worker_id="d", role="decode", kv_layout=layout),
         stats=common_pb2.WorkerStats(blocks_in_use=blocks, generated_tokens_total=generated),

@@ -16,7 +16,7 @@ from pdserve.rpc.v1 import common_pb2
 from pdserve.rpc.v1 import inference_pb2 as pb
 from pdserve.store.client import Store
 from pdserve.testing.fake_worker_base import generate
-from pdserve.testing.fake_workers import FAKE_PREFILL_S, KV_BYTES_PER_TOKEN
+from pdserve.testing.fake_workers import FAKE_FETCH_S, FAKE_PREFILL_S, KV_BYTES_PER_TOKEN
 from pdserve.testing.router_rig import (
     CONTEXT,
     EOS,
@@ -70,6 +70,31 @@ async def test_a_request_goes_through_prefill_and_decode_and_ends_once_with_ever
         detokenized = await rig.client.inference.Detokenize(pb.DetokenizeRequest(token_ids=answer.token_ids))
         assert answer.text == detokenized.text
         await rig.wait_state("one", "FINISHED")
+
+
+async def test_next_turn_names_the_workers_that_have_its_beginning(rigs: RouterRigs) -> None:
+    async with rigs.start(prefill=2, decode=1) as rig:
+        prompt = list(range(40, 190))
+        answer = await rig.client.generate(ask(60, prompt))
+        first = rig.fleet.prefill[answer.last.placement.prefill_worker]
+        second = next(worker for worker in rig.fleet.prefill.values() if worker is not first)
+        assert first.holders == [{}]
+        second.num_fetched_tokens = 128
+        # 150 tokens at the prefill worker; 209 at the decode worker, where the last one of the output was not computed.
+        longer = [*prompt, *answer.token_ids, 7]
+        answer = await rig.client.generate(ask(8, longer))
+        assert answer.last.placement.prefill_worker == second.info.worker_id, "idle workers take turns"
+        assert second.holders == [{"d0": 192, first.info.worker_id: 128}]
+        usage, timings = answer.last.usage, answer.last.timings
+        assert (usage.cached_tokens, usage.fetched_tokens) == (128, 128)
+        assert 0 < timings.fetch_ms <= FAKE_FETCH_S * 1e3 + 1e-9 and timings.fetch_ms <= timings.queue_ms
+        # A worker is never told about itself, nor about one that is gone.
+        await rig.fleet.kill("d0")
+        await rig.wait_lost("d0")
+        await rig.fleet.add_decode("d1")
+        await rig.wait_ready(3)
+        await rig.client.generate(ask(8, longer))
+        assert first.holders[1:] == [{second.info.worker_id: 192}]
 
 
 async def test_the_first_token_reaches_the_client_before_the_hand_off(rigs: RouterRigs) -> None:

@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 from pdserve.client import AsyncClient, Generation, TokenLogprobs
 from pdserve.config import Config
 from pdserve.engine.batch import Batch
-from pdserve.engine.engine import Engine
+from pdserve.engine.engine import Engine, LayerWatch
 from pdserve.engine.output import StepOutput
 from pdserve.errors import InvalidRequestError
 from pdserve.model.source import open_model
@@ -353,10 +353,10 @@ class GatedEngine:
         self.num_blocks = engine.num_blocks
         self.store = engine.store
 
-    def forward(self, batch: Batch) -> StepOutput:
+    def forward(self, batch: Batch, watch: LayerWatch | None = None) -> StepOutput:
         """See `Engine.forward`."""
         self._gate.wait()
-        return self._engine.forward(batch)
+        return self._engine.forward(batch, watch)
 
     def forward_logits(self, batch: Batch) -> npt.NDArray[np.float32]:
         """See `Engine.forward_logits`."""

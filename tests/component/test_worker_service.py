@@ -133,7 +133,7 @@ async def test_worker_is_in_the_registry_while_it_serves(config: Config, store: 
         (record,) = await directory.list_workers()
         assert record.info == worker.host.info
         assert record.info.role == role and record.info.worker_id.startswith(f"{role}-")
-        assert record.info.transports == ("grpc",) and record.stats.blocks_total == 64
+        assert record.info.transports == ("local", "tcp", "grpc") and record.stats.blocks_total == 64
     assert await directory.list_workers() == []
 
 

@@ -11,6 +11,7 @@ import torch
 
 from pdserve.engine import Engine, SampleRequest, SequenceChunk, build_batch, load_engine
 from pdserve.engine.batch import ScoreRequest
+from pdserve.engine.engine import LayerWatch
 from pdserve.engine.logit_edits import SequenceEdits
 from pdserve.engine.sampler import sample
 from pdserve.model.source import ModelSource, open_model
@@ -163,6 +164,21 @@ def prefilled(source: ModelSource, prompt: list[int], dtype: str) -> Engine:
     engine = load_engine(source, device="cuda", dtype=dtype, num_blocks=16)
     engine.forward(build_batch([SequenceChunk(token_ids=prompt, start_position=0, block_table=range(16))], 16))
     return engine
+
+
+def test_reported_layers_are_read_as_they_are_in_the_end(source: ModelSource) -> None:
+    (prompt,) = random_prompts(source, [200])
+    request = SampleRequest(params=SamplingParams(temperature=0.0))
+    batch = build_batch([SequenceChunk(token_ids=prompt, start_position=0, block_table=range(16), sample=request)], 16)
+    engine, plain = (load_engine(source, device="cuda", num_blocks=16) for _ in range(2))
+
+    def kv_of(engine: Engine, layers: int) -> bytes:
+        return b"".join(bytes(view) for view in engine.store.read(range(13), 0, layers))
+
+    seen: dict[int, bytes] = {}
+    drawn = engine.forward(batch, LayerWatch((1, 3, 4), lambda n: seen.update({n: kv_of(engine, n)}))).token_ids
+    assert drawn.tolist() == plain.forward(batch).token_ids.tolist()
+    assert seen == {n: kv_of(plain, n) for n in (1, 3, 4)}
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])

@@ -10,12 +10,14 @@ from typing import Any
 
 import pytest
 
+from benchmarks.transfer.workers import Request, hand_over
 from pdserve.engine.cpu.isa import selected_isa
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 QUICK = {
     "cpu_engine.py": ("--quick", "--peers", "none", "--only", "load"),
+    "kv_transfer.py": ("--quick", "--only", "tcp"),
 }
 """The fastest way through each script."""
 
@@ -59,6 +61,47 @@ def test_cpu_engine_reports_the_load_time_against_its_bar() -> None:
     assert load["bar"] == "<= 1.5"
     assert 0 < load["value"] < 60
     assert load["ok"] == (load["value"] <= 1.5)
+
+
+def test_kv_transfer_reports_tcp_against_bare_sockets() -> None:
+    figures = {
+        f["name"]: f for f in json.loads(run("kv_transfer.py", "--json", *QUICK["kv_transfer.py"]).stdout)["figures"]
+    }
+
+    bars = {name: f["bar"] for name, f in figures.items() if f["bar"] is not None}
+    assert bars == {"tcp_over_raw": ">= 0.8", "tcp_cpu_over_raw": "<= 1.3", "checksum_share_of_tcp_cpu": "<= 0.15"}
+    ratio = figures["tcp_speed"]["value"] / figures["raw_tcp_speed"]["value"]
+    assert figures["tcp_over_raw"]["value"] == pytest.approx(ratio, rel=1e-3)
+    # Neither faster than this memory, nor slower than an old disk.
+    assert 0.01 < figures["tcp_speed"]["value"] < 100
+
+
+def test_kv_transfer_refuses_a_part_it_does_not_have() -> None:
+    done = run("kv_transfer.py", "--only", "tcp,carrier-pigeon")
+
+    assert done.returncode == 2
+    assert "--only: no such part: carrier-pigeon" in done.stderr
+
+
+def test_hand_over_overhead_leaves_out_bytes_on_the_wire_and_one_decode_step() -> None:
+    """P draws the first token at 10, the request's second one is at the router at 17."""
+    prefill = {
+        "steps": [(2.0, 6.0), (6.0, 10.0), (20.0, 24.0)],
+        "handoffs": {"r": 13.5},
+        "transports": {"r": "tcp"},
+    }
+    # Of the second chunk half came after the first token; between it and the third one nothing moved.
+    decode = {
+        "steps": [(11.0, 12.5), (14.0, 16.5), (16.5, 19.0)],
+        "handoffs": {"r": 13.0},
+        "landings": [(0.2, 0.4), (7.0, 8.0), (9.5, 10.5), (11.0, 12.0), (21.0, 22.0)],
+    }
+
+    result = hand_over(Request("r", 64, submitted_at=1.0, first_at=10.25, second_at=17.0), prefill, decode)
+
+    assert (result.ttft, result.exposed, result.wire) == (9.25, 2.0, 1.5)
+    assert (result.commit, result.acknowledged, result.wake, result.step, result.delivery) == (1.0, 0.5, 1.0, 2.5, 0.5)
+    assert result.overhead == 17.0 - 10.0 - 1.5 - 2.5
 
 
 @needs_cpu_engine

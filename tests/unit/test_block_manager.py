@@ -165,6 +165,31 @@ def test_found_blocks_count_against_what_is_available() -> None:
     assert shared is not None and shared.ids == held.ids, "what others hold costs nothing"
 
 
+def test_held_content_is_not_evicted_and_looking_for_it_changes_nothing() -> None:
+    manager = BlockManager(3)
+    manager.free(filled(manager, A, B, C), [A, B, C])
+    assert len(manager.find([A, B, name(9), C])) == 2 and manager.num_cached == 3
+    held = manager.hold([A, B])
+    assert (len(held), manager.num_used, manager.num_cached) == (2, 2, 1)
+    assert manager.allocate(2) is None
+    manager.free(held, [A, B])
+    assert len(manager.find([A, B, C])) == 3
+    assert manager.hold([name(9), A]) == Blocks()
+
+
+def test_holding_leaves_as_many_blocks_as_it_is_told_to() -> None:
+    manager = BlockManager(4)
+    blocks = filled(manager, A, B, C)
+    manager.free(blocks, [A, B, C])
+    held = manager.hold([A, B, C], keep=2)
+    assert (len(held), manager.num_available) == (2, 2)
+    again = manager.hold([A, B, C], keep=2)
+    assert len(again) == 2, "what is held already takes nothing from others"
+    manager.free(held, [A, B])
+    manager.free(again, [A, B])
+    manager.check_integrity()
+
+
 def test_equal_content_computed_twice_is_named_once_and_outlives_the_first_copy() -> None:
     manager = BlockManager(3)
     first, second = manager.allocate(1), manager.allocate(1)
@@ -273,6 +298,20 @@ class Caching(RuleBasedStateMachine):
         for block_id in new:
             self.content[block_id] = b"being written"
         self.holders.append(Holder(blocks, names, blocks.num_found))
+
+    @rule(letters=st.text("xy", min_size=1, max_size=5), keep=st.integers(0, 8))
+    def hold(self, letters: str, keep: int) -> None:
+        names = tuple(letters[: i + 1].encode() for i in range(len(letters)))
+        found = self.manager.find(names)
+        available = self.manager.num_available
+        blocks = self.manager.hold(names, keep=keep)
+        assert list(blocks.ids) == found[: len(blocks)] and blocks.num_found == len(blocks)
+        assert self.manager.num_available == available or self.manager.num_available >= keep
+        assert len(blocks) == len(found) or self.manager.num_available <= keep, "as many as it may"
+        for block_id, wanted in zip(blocks.ids, names, strict=False):
+            assert self.content[block_id] == wanted, "found something else"
+        if blocks:
+            self.holders.append(Holder(blocks, names[: len(blocks)], len(blocks)))
 
     @precondition(lambda self: self.holders)
     @rule(data=st.data())

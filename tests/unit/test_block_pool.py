@@ -92,6 +92,40 @@ def test_what_one_pool_reads_another_can_write_and_nothing_else_changes(
     assert raw(target.kv) == raw(before)
 
 
+@STORES
+@DTYPES
+def test_a_range_of_heads_is_read_and_written_and_nothing_else_changes(store: Store, dtype: str) -> None:
+    source, target = random_pool(dtype, seed=1), random_pool(dtype, seed=2)
+    before = target.kv.clone()
+    data = b"".join(store(source).read([5, 1], 1, 3, (1, 2)))
+    assert data == raw(source.kv[[5, 1]][:, 1:3, :, 1:2])
+    store(target).write([0, 7], 1, 3, memoryview(data), (1, 2))
+    before[[0, 7], 1:3, :, 1:2] = source.kv[[5, 1], 1:3, :, 1:2]
+    assert raw(target.kv) == raw(before)
+
+
+@pytest.mark.parametrize(("begin", "end", "heads"), [(0, 3, None), (0, 3, (0, 2)), (1, 3, None), (1, 3, (1, 2))])
+def test_what_is_put_into_the_views_of_a_host_pool_is_what_it_holds(
+    begin: int, end: int, heads: tuple[int, int] | None
+) -> None:
+    source, target = random_pool(seed=1), random_pool(seed=2)
+    before = target.kv.clone()
+    pieces = host(source).read([5, 1, 2], begin, end, heads)
+    views = host(target).views([0, 6, 7], begin, end, heads)
+    data = b"".join(pieces)
+    for view in views:
+        view[:], data = data[: len(view)], data[len(view) :]
+    assert data == b""
+    first, last = heads or (0, 2)
+    before[[0, 6, 7], begin:end, :, first:last] = source.kv[[5, 1, 2], begin:end, :, first:last]
+    assert raw(target.kv) == raw(before)
+    assert all(piece.readonly for piece in pieces)
+
+
+def test_a_device_pool_has_no_views() -> None:
+    assert staged(random_pool()).views([1], 0, 3) is None
+
+
 def test_host_reads_are_views_of_the_pool_itself() -> None:
     pool = random_pool()
     (view,) = host(pool).read([2], 0, 3)
@@ -138,6 +172,13 @@ def test_data_of_the_wrong_length_is_refused_and_changes_nothing(store: Store, c
 def test_blocks_outside_the_pool_are_our_own_bug(store: Store, blocks: list[int]) -> None:
     with pytest.raises(AssertionError, match="no such blocks"):
         store(random_pool()).read(blocks, 0, 3)
+
+
+@STORES
+@pytest.mark.parametrize("heads", [(0, 3), (-1, 1), (1, 1)])
+def test_heads_outside_the_model_are_our_own_bug(store: Store, heads: tuple[int, int]) -> None:
+    with pytest.raises(AssertionError, match="no heads"):
+        store(random_pool()).read([0], 0, 3, heads)
 
 
 @STORES

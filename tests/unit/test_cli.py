@@ -364,7 +364,15 @@ def test_status_shows_workers_as_a_table_and_as_json(router: FakeRouter, capsys:
             worker_id="decode-0",
             role="decode",
             address="10.0.0.1:9",
-            kv_layout=common_pb2.KvLayout(dtype="float32", block_size=16, num_layers=1, num_kv_heads=1, head_dim=8),
+            kv_layout=common_pb2.KvLayout(
+                dtype="float32",
+                block_size=16,
+                num_layers=1,
+                num_kv_heads=1,
+                head_dim=8,
+                k_order="token,dim",
+                v_order="token,dim",
+            ),
         ),
         stats=common_pb2.WorkerStats(blocks_in_use=3, blocks_total=900, num_running=2, kv_bytes_total=3 << 20),
     )

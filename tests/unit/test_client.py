@@ -212,7 +212,8 @@ def test_the_other_calls(client: Client, router: FakeRouter) -> None:
         silent_s=0.5,
         info=common_pb2.WorkerInfo(
             worker_id="p", role="prefill", kv_layout=common_pb2.KvLayout(
-                dtype="float32", block_size=16, num_layers=1, num_kv_heads=1, head_dim=8, order="x"
+                dtype="float32", block_size=16, num_layers=1, num_kv_heads=1, head_dim=8,
+                k_order="token,dim", v_order="token,dim",
             ),
         ),
         stats=common_pb2.WorkerStats(blocks_in_use=3, blocks_total=9),

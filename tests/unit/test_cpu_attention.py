@@ -10,11 +10,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pdserve.engine.cpu.attention import SEGMENT, TILE_TOKENS, attend, scratch_size
+from pdserve.engine.cpu.attention import TILE_ROWS, attend, scratch_size, tile_tokens
+from pdserve.engine.cpu.attention_tile import ROW_COUNTS, SEGMENT
+from pdserve.engine.cpu.step import attention_items
 
 Float32 = npt.NDArray[np.float32]
 Float64 = npt.NDArray[np.float64]
 
+GROUPS = (1, 2, 3, 4, 5, 7, 8, 16, 24, 25, 32)
 LENGTHS = (1, 15, 16, 17, 127, 128, 129, 255, 256, 257, 300)
 
 few = settings(max_examples=30, deadline=None, derandomize=True)
@@ -63,12 +66,14 @@ def make_case(
     )
 
 
-def run(case: Case, begin: int, end: int, tile: int = TILE_TOKENS) -> Float32:
-    """Query tokens [begin, end) in tiles; [end - begin, heads, head_dim]."""
+def run(case: Case, begin: int, end: int, tile: int | None = None) -> Float32:
+    """Query tokens [begin, end) in tiles, of the largest size if none is given; [end - begin, heads, head_dim]."""
+    tile = tile or tile_tokens(case.group)
     _, kv_heads, head_dim = case.keys.shape
     heads = kv_heads * case.group
     out = np.full((end - begin, heads, head_dim), np.nan, np.float32)
-    scratch = np.full(scratch_size(case.group, head_dim), np.nan, np.float32)
+    size = scratch_size(case.group, head_dim)
+    scratch = np.full(size + 64, np.nan, np.float32)
     strides = [s // 2 for s in case.pool.strides]
     # Two entries of another sequence come first.
     tables = np.concatenate([[0, 0], case.table]).astype(np.int32)
@@ -82,6 +87,7 @@ def run(case: Case, begin: int, end: int, tile: int = TILE_TOKENS) -> Float32:
                 tables, 2, scratch, out.reshape(-1), ((t - begin) * heads + h * case.group) * head_dim,
                 heads * head_dim,
             )  # fmt: skip
+    assert np.isnan(scratch[size:]).all()
     return out
 
 
@@ -109,9 +115,10 @@ def test_one_query_token_at_the_end_of_a_context(length: int, block_size: int) -
     check(make_case(length, block_size=block_size), length - 1, length)
 
 
-@pytest.mark.parametrize("group", [1, 2, 3, 4, 5, 7, 8])
-@pytest.mark.parametrize("head_dim", [16, 64, 80, 96, 128])
+@pytest.mark.parametrize("group", GROUPS)
+@pytest.mark.parametrize("head_dim", [16, 64, 80, 128, 256])
 def test_any_group_and_head_size(group: int, head_dim: int) -> None:
+    """Also more heads to a kv head than rows fit in a tile."""
     check(make_case(140, group=group, head_dim=head_dim, kv_heads=1), 121, 140)
 
 
@@ -120,8 +127,8 @@ def test_any_group_and_head_size(group: int, head_dim: int) -> None:
     length=st.integers(1, 300),
     chunk=st.integers(1, 40),
     kv_heads=st.integers(1, 3),
-    group=st.integers(1, 8),
-    head_dim=st.sampled_from([16, 32, 64, 80, 96, 112, 128]),
+    group=st.integers(1, 9),
+    head_dim=st.sampled_from([16, 32, 48, 64, 80, 96, 112, 128, 192, 240, 256]),
     block_size=st.sampled_from([16, 32, 64, 128]),
     seed=st.integers(0, 100),
 )
@@ -132,16 +139,47 @@ def test_a_chunk_behind_a_prefix(
     check(case, max(0, length - chunk), length)
 
 
-@pytest.mark.parametrize("group", [1, 3, 4])
-@pytest.mark.parametrize("block_size", [16, 128])
-def test_a_row_has_the_same_bits_in_any_tile(group: int, block_size: int) -> None:
+@pytest.mark.parametrize("group", GROUPS)
+def test_a_row_has_the_same_bits_in_any_tile(group: int) -> None:
     """Chunks and tiles of any size: also those that reach into a segment behind the row's own position."""
-    case = make_case(SEGMENT + 25, group=group, block_size=block_size)
+    case = make_case(SEGMENT + 25, group=group, kv_heads=1, head_dim=80, block_size=32)
     whole = run(case, 0, case.length)
-    for tile in (1, 2, 3):
+    for tile in range(1, tile_tokens(group)):
         assert run(case, 0, case.length, tile).tobytes() == whole.tobytes()
     for begin, end in ((1, 7), (SEGMENT - 3, SEGMENT + 2), (SEGMENT - 1, SEGMENT), (SEGMENT + 3, case.length)):
         assert run(case, begin, end).tobytes() == whole[begin:end].tobytes()
+
+
+@few
+@given(
+    group=st.sampled_from(GROUPS),
+    head_dim=st.sampled_from([16, 64, 96, 256]),
+    length=st.integers(2, 280),
+    data=st.data(),
+)
+def test_any_split_into_chunks_gives_the_same_bits(group: int, head_dim: int, length: int, data: st.DataObject) -> None:
+    case = make_case(length, group=group, kv_heads=1, head_dim=head_dim)
+    cuts = sorted(data.draw(st.sets(st.integers(1, length - 1), max_size=6)))
+    parts = [run(case, begin, end) for begin, end in zip([0, *cuts], [*cuts, length], strict=True)]
+    assert np.concatenate(parts).tobytes() == run(case, 0, length).tobytes()
+
+
+@pytest.mark.parametrize("block_size", [32, 64, 128])
+def test_the_block_size_does_not_change_a_bit(block_size: int) -> None:
+    results = [run(make_case(300, block_size=size), 270, 300) for size in (16, block_size)]
+    assert results[0].tobytes() == results[1].tobytes()
+
+
+@pytest.mark.parametrize("group", GROUPS)
+def test_tiles_are_as_large_as_the_scratch_memory_allows(group: int) -> None:
+    assert tile_tokens(group) * group <= max(TILE_ROWS, group)
+    assert (tile_tokens(group) + 1) * group > TILE_ROWS
+    assert ROW_COUNTS[-1] == 1, "or some rows would not be computed"
+    items = np.zeros((60, 2), np.int64)
+    n = attention_items(np.array([0, 1, 51, 53]), group, items)
+    tokens = [t for begin, count in items[:n].tolist() for t in range(begin, begin + count)]
+    assert tokens == list(range(53))
+    assert {0, 1, 51} <= set(items[:n, 0].tolist()), "no tile spans two sequences"
 
 
 def test_where_the_blocks_lie_does_not_matter() -> None:

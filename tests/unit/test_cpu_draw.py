@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -12,7 +10,8 @@ import pytest
 import torch
 
 from pdserve.engine.batch import SampleRequest, SamplingBatch, SequenceChunk, build_batch
-from pdserve.engine.cpu.draw import NUM_CANDIDATES, argmax, candidates, draw, gumbel
+from pdserve.engine.cpu.draw import NUM_CANDIDATES, argmax, candidates, draw, gumbel, kth_largest
+from pdserve.engine.cpu.team import Team
 from pdserve.engine.noise import row_keys
 from pdserve.engine.sampler import gumbel_noise, sample
 from pdserve.types import SamplingParams
@@ -42,18 +41,12 @@ def draw_rows(logits: Float32, sampling: SamplingBatch, threads: int = 1) -> Int
     inverse = np.where(greedy, np.float32(0), np.float32(1) / np.where(greedy, 1, sampling.temperature))
     with np.errstate(divide="ignore"):
         log_min_p = np.log(sampling.min_p.astype(np.float64))
-    tokens, counters = np.full(rows, -1, np.int64), np.zeros(1, np.int64)
-    args: tuple[Any, ...] = (
-        counters, padded.reshape(-1), stride, n, inverse.astype(np.float32), sampling.top_k.astype(np.int64),
-        sampling.top_p.astype(np.float64), log_min_p, row_keys(sampling.seed, sampling.positions).astype(np.int64),
-        np.empty((threads, n), np.int64), tokens,
+    tokens = np.full(rows, -1, np.int64)
+    Team(threads).run(
+        draw, np.zeros(1, np.int64), padded.reshape(-1), stride, n, inverse.astype(np.float32),
+        sampling.top_k.astype(np.int64), sampling.top_p.astype(np.float64), log_min_p,
+        row_keys(sampling.seed, sampling.positions).astype(np.int64), np.empty((threads, n), np.int64), tokens,
     )  # fmt: skip
-    others = [threading.Thread(target=draw, args=(t, threads, *args)) for t in range(1, threads)]
-    for thread in others:
-        thread.start()
-    draw(0, threads, *args)
-    for thread in others:
-        thread.join()
     return tokens
 
 
@@ -111,6 +104,26 @@ def test_the_first_of_equal_best_logits_is_taken(n: int) -> None:
         padded = np.concatenate([[9, 9, 9], row, np.full(16, 9)]).astype(np.float32)
         assert argmax(padded, 3, n) == np.argmax(row)
     assert argmax(np.full(n + 16, -np.inf, np.float32), 0, n) == 0
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 10, 500])
+def test_the_kth_largest_is_that_of_a_sort(n: int) -> None:
+    """Whatever the order: random, with ties, sorted both ways, all equal. A NaN must not lead out of the array."""
+    rng = np.random.default_rng(n)
+    usual = rng.standard_normal(n).astype(np.float32)
+    cases = [usual, np.round(usual), np.sort(usual), np.sort(usual)[::-1].copy(), np.zeros(n, np.float32)]
+    for values in cases:
+        for k in {1, 2, n // 2, n - 1, n} & set(range(1, n + 1)):
+            scratch = values.copy()
+            assert kth_largest(scratch, k) == np.sort(values)[-k]
+            np.testing.assert_array_equal(np.sort(scratch), np.sort(values))
+    for share in (0.1, 0.5, 1.0):
+        strange = np.where(rng.random(n) < share, np.float32(np.nan), usual)
+        guarded = np.concatenate([[7], strange, [7]]).astype(np.float32)
+        for k in range(1, n + 1):
+            kth_largest(guarded[1:-1], k)
+        np.testing.assert_array_equal(np.sort(guarded[1:-1]), np.sort(strange))
+        assert (guarded[0], guarded[-1]) == (7, 7)
 
 
 @pytest.mark.parametrize("k", [1, 2, 10, 63, 64, 256, 1000])

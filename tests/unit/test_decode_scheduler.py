@@ -11,7 +11,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from decode_worker.scheduler import MAX_RETRY_S, MIN_RETRY_S, DecodeScheduler
-from decode_worker.sequences import CancelReservation, Emit, Forget, NoRoom, PlannedChunk, SequenceState
+from decode_worker.sequences import (
+    NOT_DRAWN,
+    CancelReservation,
+    Emit,
+    Forget,
+    NoRoom,
+    PlannedChunk,
+    SequenceState,
+    follows,
+)
 from pdserve.engine.block_hash import BlockHasher
 from pdserve.engine.sequence_blocks import SequenceBlocks
 from pdserve.errors import DeadlineExceededError, InternalError, InvalidRequestError, PdServeError, PromptTooLongError
@@ -88,6 +97,7 @@ class World:
             limits=JobLimits(vocab_size=1000, max_model_len=2000),
         )
         self.step: list[PlannedChunk] = []
+        self.following: list[PlannedChunk] = []
 
     @property
     def held(self) -> dict[HandoffId, int]:
@@ -95,7 +105,8 @@ class World:
         return {k: self.blocks.num_held(k) for k in self.reserved if self.blocks.holds(k)}
 
     def check_close(self, key: HandoffId) -> None:
-        assert key not in {c.key for c in self.step}, "freed while a step computes into the blocks"
+        computing = {c.key for c in (*self.step, *self.following)}
+        assert key not in computing, "freed while a step computes into the blocks"
 
     def settle(self) -> None:
         """Carry out the actions; their order and pairing must make sense."""
@@ -120,8 +131,8 @@ class World:
         self.settle()
         return answer
 
-    def commit(self, name: HandoffId, first_token: int = 1) -> None:
-        self.scheduler.commit(name, first_token)
+    def commit(self, name: HandoffId, first_token: int = 1, *, exact: bool = True) -> None:
+        self.scheduler.commit(name, first_token, exact=exact)
         self.settle()
 
     def release(self, name: HandoffId) -> None:
@@ -139,8 +150,18 @@ class World:
         self.step = self.scheduler.plan_step()
         return self.step
 
+    def follow(self) -> list[PlannedChunk]:
+        self.following = self.scheduler.plan_following()
+        return self.following
+
+    def skip_step(self) -> None:
+        """The engine does not compute the step, nor what follows it."""
+        self.step = self.following = []
+        self.scheduler.step_skipped()
+        self.settle()
+
     def finish_step(self, token: int = 7, *, query_lens: Sequence[int] | None = None, duration_s: float = 0.1) -> None:
-        step, self.step = self.step, []
+        step, self.step, self.following = self.step, self.following, []
         drawn = [token for chunk in step if chunk.draws]
         self.scheduler.step_done(drawn, query_lens or [len(c.token_ids) for c in step], duration_s)
         self.settle()
@@ -324,6 +345,35 @@ def test_sequence_without_a_younger_one_waits_for_a_reservation_to_be_used_or_re
     w.assert_empty()
 
 
+def test_kv_of_a_lossy_codec_is_never_found_by_another_request() -> None:
+    w = World()
+    assert w.run(job("exact", 40, family="f")) == 0
+    w.run_steps(7)
+    assert w.reserve(job("lossy", 60, max_new=40, family="f")) == 32
+    w.commit(key("lossy"), exact=False)
+    w.run_steps(39)
+    w.assert_empty()
+    # Only what the first one had left there, neither the rest of the second prompt nor what came after it.
+    assert w.reserve(job("third", 64, family="f")) == 32
+    w.commit(key("third"))
+    w.run_steps(7)
+    assert w.reserve(job("fourth", 65, family="f")) == 64, "exact KV is found, so the test could have failed"
+
+
+def test_kv_that_is_computed_again_after_a_preemption_is_exact() -> None:
+    w = World(num_blocks=9, reserve_tokens=16)
+    w.run(job("old", 40, max_new=48))
+    assert w.reserve(job("young", 40, max_new=48, family="f")) == 0
+    w.commit(key("young"), exact=False)
+    while w.scheduler.state_of(key("young")) is not SequenceState.PREEMPTED:
+        w.run_steps(1)
+    w.scheduler.cancel(key("old"))
+    w.settle()
+    while w.scheduler.state_of(key("young")) is not None:
+        w.run_steps(1)
+    assert w.reserve(job("after", 40, family="f")) == 32
+
+
 def test_preempted_sequence_can_be_cancelled_superseded_and_be_late() -> None:
     for ending in ("cancel", "supersede", "deadline", "router"):
         w = World(num_blocks=9, reserve_tokens=16)
@@ -454,6 +504,125 @@ def test_cancel_during_a_step_frees_after_the_step() -> None:
     w.assert_empty()
 
 
+def test_step_that_follows_is_planned_while_its_tokens_are_not_drawn_yet() -> None:
+    w = World()
+    w.run(job("a", 31, max_new=4))
+    w.run(job("b", 20, max_new=8))
+    w.plan()
+    following = w.follow()
+    assert [(c.key, c.token_ids, c.start, c.output_index, c.draws) for c in following] == [
+        (key("a"), (NOT_DRAWN,), 32, 2, True),
+        (key("b"), (NOT_DRAWN,), 21, 2, True),
+    ]
+    assert w.held[key("a")] == 3, "its second token of the two is the first of a block"
+    w.finish_step(token=7)
+    assert [(c.key, c.output_index) for c in w.follow()] == [(key("a"), 3), (key("b"), 3)]
+    w.finish_step(token=8)
+    assert w.follow() == [], "the step that runs draws the last token of the first one"
+    w.finish_step(token=9)
+    assert [t.token_ids for t in w.tokens_of("a")] == [(7,), (8,), (9,)]
+    assert [c.key for c in w.plan()] == [key("b")]
+
+
+def joins(w: World) -> None:
+    w.plan()
+    w.run(job("late"))
+
+
+def is_cancelled(w: World) -> None:
+    w.plan()
+    w.scheduler.cancel(key("a"))
+    w.settle()
+
+
+def has_penalties(w: World) -> None:
+    plain = job("c")
+    w.run(replace(plain, sampling=replace(plain.sampling, presence_penalty=0.5)))
+    w.plan()
+
+
+def was_preempted(w: World) -> None:
+    w.plan()
+    w.finish_step()
+    w.scheduler._preempt(w.scheduler._sequences[key("b")])
+    # Room for the one that goes on, and too little to bring the other one back.
+    w.blocks.open(key("hog"), (), w.blocks.chain(), room=16 * (w.blocks.num_available - 1))
+    w.plan()
+
+
+def is_computed_again(w: World) -> None:
+    w.scheduler._preempt(w.scheduler._sequences[key("b")])
+    w.blocks.open(key("hog"), (), w.blocks.chain(), room=16 * w.blocks.num_available)
+    w.blocks.close(key("hog"))
+    assert any(not c.draws for c in w.plan())
+
+
+def finds_no_block(w: World) -> None:
+    w.run_steps(11)
+    w.blocks.open(key("hog"), (), w.blocks.chain(), room=16 * w.blocks.num_available)
+    assert [c.start for c in w.plan()] == [111, 111], "the last slot of a block"
+
+
+@pytest.mark.parametrize(
+    "somebody", [joins, is_cancelled, has_penalties, was_preempted, is_computed_again, finds_no_block]
+)
+def test_nothing_follows_a_step_after_which_more_changes_than_the_tokens(somebody: Callable[[World], None]) -> None:
+    w = World(num_blocks=24, reserve_tokens=0)
+    w.run(job("a", 100, max_new=60))
+    w.run(job("b", 100, max_new=60))
+    w.plan()
+    assert len(w.follow()) == 2, "as long as nobody does anything"
+    w.skip_step()
+    w = World(num_blocks=24, reserve_tokens=0)
+    w.run(job("a", 100, max_new=60))
+    w.run(job("b", 100, max_new=60))
+    somebody(w)
+    assert w.step and w.follow() == []
+
+
+def test_output_that_ends_keeps_its_blocks_until_the_following_step_is_known_to_be_skipped() -> None:
+    w = World()
+    w.run(job("a"))
+    w.run(job("b"))
+    w.plan()
+    following = w.follow()
+    assert follows(following, [7, 7]) and not follows(following, [7, STOP])
+    w.finish_step(token=STOP)
+    assert [t.finish_reason for t in w.tokens_of("a")] == [FinishReason.STOP]
+    assert set(w.held) == {key("a"), key("b")}
+    assert w.follow() == []
+    w.skip_step()
+    w.assert_empty()
+
+
+def test_sequence_cancelled_before_a_following_step_leaves_after_it_without_a_token() -> None:
+    w = World()
+    w.run(job("a"))
+    w.run(job("b"))
+    w.plan()
+    w.follow()
+    w.scheduler.cancel(key("a"))
+    w.settle()
+    w.finish_step()
+    assert w.tokens_of("a") == [] and key("a") in w.held, "the following step may compute into its blocks"
+    w.finish_step()
+    assert w.tokens_of("a") == [] and w.finished == [key("a")]
+    assert [t.first_index for t in w.tokens_of("b")] == [1, 2]
+
+
+def test_engine_failure_ends_the_step_that_follows_too() -> None:
+    w = World()
+    w.run(job("a"))
+    w.plan()
+    w.follow()
+    w.step = w.following = []
+    w.scheduler.step_failed(InternalError("boom"))
+    w.settle()
+    (failure,) = w.of("a")
+    assert isinstance(failure, JobFailed)
+    w.assert_empty()
+
+
 def test_superseded_sequence_stops_and_its_successor_may_have_the_room() -> None:
     w = World(num_blocks=2)
     w.reserve(job("a"))
@@ -530,6 +699,7 @@ OPERATIONS = st.one_of(
     st.tuples(st.just("lost"), st.sampled_from(["r1", "r2"])),
     st.tuples(st.just("tick"), st.floats(0, 5)),
     st.tuples(st.just("plan")),
+    st.tuples(st.just("follow")),
     st.tuples(st.just("step"), st.sampled_from([7, STOP])),
     st.tuples(st.just("steps"), st.integers(1, 40)),
     st.tuples(st.just("step_failed")),
@@ -592,18 +762,24 @@ def test_any_order_of_events_loses_nothing_and_ends_each_sequence_once(
             w.settle()
         elif kind == "plan" and not w.step:
             assert len(w.plan()) <= w.max_batch_size
+        elif kind == "follow" and w.step and not w.following:
+            w.follow()
         elif kind == "step" and w.step:
-            w.finish_step(int(args[0]))
+            token = int(args[0])
+            goes_on = follows(w.following, [token] * len(w.following))
+            w.finish_step(token)
+            if w.step and not goes_on:
+                w.skip_step()
         elif kind == "steps" and not w.step:
             w.run_steps(int(args[0]))
         elif kind == "step_failed" and w.step:
-            w.step = []
+            w.step = w.following = []
             w.scheduler.step_failed(InternalError("boom"))
             w.settle()
     for name in [n for n in w.held if w.scheduler.state_of(n) in reservation_states]:
         w.release(name)
         drop(name)
-    if w.step:
+    while w.step:
         w.finish_step()
     w.run_steps(150)
     w.assert_empty()

@@ -9,6 +9,7 @@ import time
 import pytest
 
 from pdserve.engine.batch import SampleRequest, SequenceChunk, build_batch
+from pdserve.engine.engine import LayerWatch
 from pdserve.errors import InternalError
 from pdserve.testing.fake_engine import FakeEngine
 from pdserve.testing.waiting import eventually
@@ -58,6 +59,68 @@ async def test_counters_follow_what_the_engine_computed() -> None:
         8,
         2,
     )
+    assert await thread.join(1.0)
+
+
+async def test_layers_are_reported_in_the_event_loop_before_the_step_returns() -> None:
+    thread = EngineThread("engine")
+    runner = StepRunner(FakeEngine(), thread)
+    seen: list[tuple[int, int]] = []
+    watch = LayerWatch((1, 3), lambda num_layers: seen.append((num_layers, threading.get_ident())))
+    await runner.step(build_batch([chunk(5)], 16), watch)
+    assert seen == [(1, threading.get_ident()), (3, threading.get_ident())]
+    assert await thread.join(1.0)
+
+
+async def test_step_that_follows_another_computes_its_tokens_without_waiting_for_the_event_loop() -> None:
+    engine, plain = FakeEngine(), FakeEngine()
+    thread = EngineThread("engine")
+    runner = StepRunner(engine, thread)
+    asked: list[list[int]] = []
+    first = runner.start(build_batch([chunk(5)], 16))
+
+    def follows(token_ids: list[int]) -> bool:
+        asked.append(token_ids)
+        return True
+
+    second = runner.start_after(first, build_batch([chunk(1, 5)], 16), follows)
+    both_computed = threading.Event()
+    thread.submit(both_computed.set)
+    assert both_computed.wait(5.0), "not a moment for the event loop"
+    assert engine.query_lens == [[5], [1]]
+    results = [await runner.finish(first), await runner.finish(second)]
+    drawn = [r.token_ids[0] for r in results if r is not None]
+    assert asked == [drawn[:1]]
+    alone = plain.forward(build_batch([chunk(5)], 16)).token_ids.tolist()
+    request = SampleRequest(params=SamplingParams(temperature=0.0))
+    then = SequenceChunk(token_ids=alone, start_position=5, block_table=[0, 1], sample=request)
+    assert drawn == [*alone, *plain.forward(build_batch([then], 16)).token_ids.tolist()]
+    assert runner.num_steps == 2 and runner.num_query_tokens == 6
+    assert await thread.join(1.0)
+
+
+@pytest.mark.parametrize("why", ["the tokens end somebody's output", "it is called off", "the step before fails"])
+async def test_step_that_follows_another_is_skipped_and_so_is_what_follows_it(why: str) -> None:
+    engine, thread = FakeEngine(), EngineThread("engine")
+    runner = StepRunner(engine, thread)
+    engine.pause()
+    if why == "the step before fails":
+        engine.fail_next(RuntimeError("made up"))
+    first = runner.start(build_batch([chunk(5)], 16))
+    second = runner.start_after(
+        first, build_batch([chunk(1, 5)], 16), lambda _: why != "the tokens end somebody's output"
+    )
+    third = runner.start_after(second, build_batch([chunk(1, 6)], 16), lambda _: True)
+    if why == "it is called off":
+        second.skip()
+    engine.resume()
+    if why == "the step before fails":
+        with pytest.raises(InternalError):
+            await runner.finish(first)
+    else:
+        assert await runner.finish(first) is not None
+    assert [await runner.finish(second), await runner.finish(third)] == [None, None]
+    assert len(engine.query_lens) == runner.num_steps == (0 if why == "the step before fails" else 1)
     assert await thread.join(1.0)
 
 

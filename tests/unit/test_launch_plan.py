@@ -24,7 +24,11 @@ def config_of(**overrides: Any) -> Config:
 
 def plan(**overrides: Any) -> list[ProcessPlan]:
     return plan_processes(
-        config_of(**overrides), store_url="unix:///redis.sock", router_address="127.0.0.1:7", log_format="text"
+        config_of(**overrides),
+        store_url="unix:///redis.sock",
+        router_address="127.0.0.1:7",
+        http_port=8,
+        log_format="text",
     )
 
 
@@ -46,6 +50,7 @@ def test_every_process_gets_the_same_store_and_the_router_its_address() -> None:
     assert {p.config.store.url for p in plans} == {"unix:///redis.sock"}
     assert {p.config.log.format for p in plans} == {"text"}
     assert plans[0].config.router.listen == "127.0.0.1:7"
+    assert plans[0].config.router.http_listen == "127.0.0.1:8"
 
 
 def test_threads_are_shared_out_unless_they_are_set() -> None:
@@ -53,6 +58,65 @@ def test_threads_are_shared_out_unless_they_are_set() -> None:
     assert {p.config.engine.threads for p in plan()} == {max(1, cores // 2)}
     assert {p.config.engine.threads for p in plan(local__prefill_workers=64)} == {max(1, cores // 65)}
     assert {p.config.engine.threads for p in plan(engine__threads=7)} == {7}
+
+
+@pytest.fixture
+def eight_cpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four cores of two threads each, and no quota."""
+    monkeypatch.setattr("pdserve.launch.plan.allowed_cores", lambda: [[0, 4], [1, 5], [2, 6], [3, 7]])
+    monkeypatch.setattr("pdserve.launch.plan.available_cpus", lambda: 8)
+
+
+@pytest.mark.usefixtures("eight_cpus")
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        ({}, [(0, 1, 4, 5), (2, 3, 6, 7)]),
+        ({"local__decode_workers": 2}, [(0, 4), (1, 5), (2, 3)]),
+        ({"engine__threads": 2}, [(0, 1), (2, 3)]),
+        # More threads than CPUs: workers share them.
+        ({"engine__threads": 5}, [False, False]),
+        # Nothing to gain.
+        ({"engine__threads": 1}, [False, False]),
+        ({"engine__pin_threads": False}, [False, False]),
+        ({"engine__threads": 1, "engine__pin_threads": True}, [(0,), (2,)]),
+    ],
+)
+def test_threads_of_workers_with_cores_of_their_own_are_pinned(overrides: dict[str, Any], expected: list[Any]) -> None:
+    router, *workers = plan(**overrides)
+    assert router.config.engine.pin_threads == overrides.get("engine__pin_threads", "auto")
+    assert [p.config.engine.pin_threads for p in workers] == expected
+    # As it goes to the process.
+    for worker in workers:
+        sent = json.loads(json.dumps(worker.config.model_dump(mode="json")))
+        assert load_config(environ={}, overrides=sent).engine.pin_threads == worker.config.engine.pin_threads
+
+
+def test_a_quota_means_that_others_use_the_same_cpus(eight_cpus: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pdserve.launch.plan.available_cpus", lambda: 4)
+    assert [p.config.engine.pin_threads for p in plan()[1:]] == [False, False]
+
+
+@pytest.mark.usefixtures("eight_cpus")
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (
+            {"engine__threads": 5, "engine__pin_threads": True},
+            r"pin_threads: 2 workers of 5 threads need more than the 8 CPUs",
+        ),
+        ({"engine__pin_threads": [0, 1]}, r"pin_threads: 2 workers cannot share the CPUs \[0, 1\]"),
+    ],
+)
+def test_pinning_that_is_not_possible_is_refused(overrides: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        plan(**overrides)
+
+
+@pytest.mark.parametrize("value", ["on", [], [-1], [True], ["0"], 3, None, {}])
+def test_a_pinning_that_means_nothing_is_refused_with_what_is_allowed(value: object) -> None:
+    with pytest.raises(ConfigError, match=r"engine\.pin_threads: must be auto, true, false, or a list of CPU numbers"):
+        config_of(engine__pin_threads=value)
 
 
 def test_a_single_worker_keeps_the_name_that_is_configured_and_several_get_numbers() -> None:

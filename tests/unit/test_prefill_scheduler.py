@@ -29,6 +29,8 @@ from pdserve.errors import (
 from pdserve.types import DecodeTarget, FinishReason, GenerationJob, HandoffId
 from pdserve.worker.events import FirstToken, HandedOff, JobFailed, PrefillEvent, PrefillStarted
 from pdserve.worker.limits import JobLimits
+from prefill_worker.fetch_book import FetchBook
+from prefill_worker.fetch_cost import FetchCost
 from prefill_worker.jobs import (
     AbortHandoff,
     Action,
@@ -109,6 +111,9 @@ class World:
         self.scheduler = PrefillScheduler(
             worker_id="p1",
             blocks=self.blocks,
+            fetches=FetchBook(
+                FetchCost(token_nbytes=64), block_size=16, block_nbytes=1024, mode="auto", patience_s=5.0
+            ),
             max_batch_tokens=self.max_batch_tokens,
             max_waiting=self.max_waiting,
             limits=JobLimits(vocab_size=1000, max_model_len=2000),
@@ -138,9 +143,10 @@ class World:
                     assert k in self.held and k not in self.handoffs
                     self.handoffs[k] = target
                     self.frontier.pop(k, None)
-                case Advance(k, n):
+                case Advance(k, n, step_tokens, step_layers):
                     if k in self.handoffs:
-                        assert n > self.frontier.get(k, 0)
+                        assert n > self.frontier.get(k, 0) or (step_layers and n == self.frontier.get(k, 0))
+                        assert step_tokens > n or not step_layers
                         self.frontier[k] = n
                 case Commit(k, token):
                     assert k in self.handoffs and k not in self.commits
@@ -667,6 +673,28 @@ def test_draining_worker_refuses_new_jobs_and_finishes_the_others() -> None:
     w.finish_step()
     w.committed(key("a"))
     w.assert_empty()
+
+
+def test_layers_of_a_step_are_reported_for_what_it_computes_and_nobody_who_has_gone() -> None:
+    world = World(max_batch_tokens=100)
+    names = [key(name) for name in ("a", "b", "c")]
+    for name, length in zip("abc", (20, 30, 80), strict=True):
+        world.submit(job(name, length))
+    for name in names:
+        world.reserved(name)
+    assert [(c.start, c.length) for c in world.plan()] == [(0, 20), (0, 30), (0, 50)]
+    world.scheduler.cancel(names[1], world.now)
+    world.settle()
+    world.actions.clear()
+    world.scheduler.layers_done(6)
+    world.settle()
+    assert world.actions == [Advance(names[0], 0, 20, 6), Advance(names[2], 0, 50, 6)]
+    world.finish_step()
+    world.plan()
+    world.actions.clear()
+    world.scheduler.layers_done(12)
+    world.settle()
+    assert world.actions == [Advance(names[2], 50, 80, 12)]
 
 
 def test_cancel_in_the_middle_of_a_step_frees_after_the_step() -> None:

@@ -23,7 +23,7 @@ from kv_transfer.messages import (
     Renew,
     RenewAck,
 )
-from kv_transfer.plan import ChunkPlan
+from kv_transfer.plan import ChunkPlan, Frontier
 from kv_transfer.prefill_states import (
     Aborting,
     Cancelled,
@@ -40,7 +40,6 @@ from kv_transfer.prefill_states import (
     NotifyGranted,
     Offer,
     PostChunk,
-    PostFailed,
     PrefillEvent,
     PrefillState,
     PrefillTimers,
@@ -51,6 +50,7 @@ from kv_transfer.prefill_states import (
     SendReserve,
     SourceFree,
     Tick,
+    TransportChanged,
     Window,
 )
 from kv_transfer.prefill_table import MAX_REPOSTS, MAX_RESTARTS, TABLE, start, step
@@ -80,7 +80,7 @@ def push(**changes: typing.Any) -> Push:
     fields: dict[str, typing.Any] = {
         "nonce": NONCE,
         "plan": PLAN,
-        "num_final_tokens": 40,
+        "frontier": Frontier(40),
         "first_token": None,
         "restarts": 0,
         "one_sided": False,
@@ -116,10 +116,9 @@ EXPECTED: list[tuple[PrefillEvent, tuple[str, ...]]] = [
     (CommitNack(ID, NONCE, (1,)), (R, P, P, A, D, F)),
     (RenewAck(ID, NONCE, 10.0), (R, P, C, A, D, F)),
     (AbortAck(ID, NONCE), (R, P, C, A, D, F)),
-    (Computed(40), (R, P, X, A, D, F)),
+    (Computed(Frontier(40)), (R, P, X, A, D, F)),
     (Window(1), (X, P, X, X, X, X)),
     (SourceFree(NONCE, 0), (R, P, C, F, D, F)),
-    (PostFailed(NONCE, 0, "broken"), (R, P, P, A, D, F)),
     (CommitRequested(5), (R, P, X, A, D, F)),
     (Cancelled(FAILURE), (F, A, F, A, D, F)),
     (LinkUp(one_sided=False), (R, X, C, X, D, F)),
@@ -145,7 +144,7 @@ def test_every_state_answers_every_event_as_the_protocol_says(event: PrefillEven
 
 
 def test_the_walk_above_covers_the_whole_table() -> None:
-    assert {type(event) for event, _ in EXPECTED} | {LinkLost} == set(TABLE)
+    assert {type(event) for event, _ in EXPECTED} | {LinkLost, TransportChanged} == set(TABLE)
     assert set(TABLE) == set(typing.get_args(PrefillEvent))
 
 
@@ -155,8 +154,44 @@ def test_a_lost_link_starts_over_keeps_a_commit_or_ends_an_abort() -> None:
     assert names == [R, R, C, F, D, F]
     again, _ = step(quiet, LinkLost(), 0.5)
     assert isinstance(again, Reserving)
-    assert again.num_final_tokens == quiet.push.num_final_tokens
+    assert again.frontier == quiet.push.frontier
     assert step(again, LinkUp(one_sided=False), 0.6)[1] == (SendReserve(),)
+
+
+def test_another_transport_posts_again_what_was_not_acknowledged() -> None:
+    change = TransportChanged(one_sided=False)
+    acked = replace(ALL_OUT, acked=0b01, lease_until=100.0)
+    committing = replace(COMMITTING, push=acked)
+    state, actions = step(committing, change, 7.0)
+    assert isinstance(state, Pushing) and state.sendable(7.0) == 0b10 and not actions
+    assert isinstance(step(state, Tick(), 11.9)[0], Pushing), "the clock of a stall starts again"
+    state, _ = step(state, Window(1), 7.0)
+    state, actions = step(state, SourceFree(NONCE, 1), 7.0)
+    assert isinstance(state, Committing) and actions == (Send(Commit(ID, NONCE, 5)),)
+    done = replace(COMMITTING, push=replace(ALL_OUT, acked=0b11))
+    assert isinstance(step(done, change, 7.0)[0], Committing)
+    for ended in (ABORTING, DONE, FAILED):
+        assert step(ended, change, 7.0) == (ended, ())
+
+
+def test_a_change_of_transport_says_whether_chunks_may_go_twice() -> None:
+    one_sided = TransportChanged(one_sided=True)
+    for state in (RESERVING, replace(PUSHING, push=push())):
+        changed, _ = step(state, one_sided, 0.0)
+        granted, _ = step(changed, GRANT, 0.0) if isinstance(changed, Reserving) else (changed, ())
+        assert isinstance(granted, Pushing) and granted.push.one_sided
+        again, _ = step(granted, TransportChanged(one_sided=False), 0.0)
+        assert isinstance(again, Pushing) and not again.push.one_sided
+
+
+def test_a_chunk_may_change_transports_as_often_as_there_are_transports() -> None:
+    """Only a chunk that was refused counts against the hand-off."""
+    state: PrefillState = replace(PUSHING, push=push())
+    for _ in range(2 * MAX_REPOSTS):
+        state, _ = step(state, Window(0), 0.0)
+        state, _ = step(state, SourceFree(NONCE, 0), 0.0)
+        state, _ = step(state, TransportChanged(one_sided=False), 0.0)
+    assert isinstance(state, Pushing) and state.sendable(0.0) == 0b11
 
 
 def test_a_link_that_breaks_again_and_again_ends_the_hand_off() -> None:
@@ -182,7 +217,7 @@ def test_source_is_never_given_back_while_a_read_is_in_flight() -> None:
 def test_commit_is_sent_only_when_everything_is_posted_and_locally_complete() -> None:
     state, _ = step(RESERVING, GRANT, 0.0)
     state, _ = step(state, CommitRequested(5), 0.0)
-    state, _ = step(state, Computed(40), 0.0)
+    state, _ = step(state, Computed(Frontier(40)), 0.0)
     for seq in (0, 1):
         state, actions = step(state, Window(seq), 0.0)
         assert actions == (PostChunk(NONCE, seq),)
@@ -208,7 +243,7 @@ def test_a_refused_chunk_is_posted_again_three_times_and_no_more() -> None:
 def test_nothing_is_written_twice_over_a_one_sided_transport() -> None:
     """O-ABT-3: the second copy could land in blocks that have changed hands."""
     state = Committing(offer=OFFER, push=replace(ALL_OUT, one_sided=True), deadline=5.0, resend_at=1.0)
-    for event in (CommitNack(ID, NONCE, (1,)), ChunkNak(ID, NONCE, 0, "bad"), PostFailed(NONCE, 0, "broken")):
+    for event in (CommitNack(ID, NONCE, (1,)), ChunkNak(ID, NONCE, 0, "bad")):
         after, _ = step(state, event, 0.0)
         assert isinstance(after, Failed) and after.failure.outcome_unknown
 
@@ -312,11 +347,11 @@ def test_room_that_nobody_wants_is_given_back() -> None:
 
 def test_only_what_the_decode_worker_lacks_is_sent() -> None:
     """The frontier may have passed the held tokens before the grant came; the chunks are numbered from what is sent."""
-    state, _ = step(RESERVING, Computed(32), 0.0)
+    state, _ = step(RESERVING, Computed(Frontier(32)), 0.0)
     state, _ = step(state, grant(held=16), 0.0)
     assert isinstance(state, Pushing)
     assert (state.push.plan.num_chunks, state.push.plan.chunk(0).token_begin, state.sendable(0.0)) == (1, 16, 0)
-    state, _ = step(state, Computed(40), 0.0)
+    state, _ = step(state, Computed(Frontier(40)), 0.0)
     state, _ = step(state, CommitRequested(5), 0.0)
     state, _ = step(state, Window(0), 0.0)
     state, actions = step(state, SourceFree(NONCE, 0), 0.0)
@@ -324,7 +359,7 @@ def test_only_what_the_decode_worker_lacks_is_sent() -> None:
 
 
 def test_a_new_ticket_after_a_lost_link_may_hold_less() -> None:
-    state, _ = step(RESERVING, Computed(40), 0.0)
+    state, _ = step(RESERVING, Computed(Frontier(40)), 0.0)
     state, _ = step(state, grant(held=32), 0.0)
     assert isinstance(state, Pushing) and state.sendable(0.0) == 0b1
     state, _ = step(state, LinkLost(), 0.0)

@@ -72,6 +72,15 @@ def _softmax_segment(s, at, span, count, peak):
 
 
 @njit(**OPTIONS)
+def _fetch(kv, base, tables, table_at, block_stride, words, begin, end, block_size):
+    """Ask for K or V of the blocks of tokens [begin, end)."""
+    for i in range(begin // block_size, (end + block_size - 1) // block_size):
+        at = np.int64(tables[table_at + i]) * block_stride + base
+        for line in range(0, words, 32):
+            v.prefetch(kv, at + line)
+
+
+@njit(**OPTIONS)
 def attend(q, q_at, ldq, tokens, position, group, head_dim, kv, k_base, v_base, block_stride, block_size, tables,
            table_at, s, out, out_at, ldo):  # fmt: skip
     """Attention of up to `tile_tokens` consecutive query tokens of one sequence and one kv head.
@@ -97,6 +106,7 @@ def attend(q, q_at, ldq, tokens, position, group, head_dim, kv, k_base, v_base, 
     first = 0
     while first < length:
         span = min(SEGMENT, length - first)
+        _fetch(kv, v_base, tables, table_at, block_stride, head_dim * block_size, first, first + span, block_size)
         for j in range(0, span, 32):
             at = np.int64(tables[table_at + (first + j) // block_size]) * block_stride + k_base
             at += (first + j) % block_size
@@ -129,6 +139,10 @@ def attend(q, q_at, ldq, tokens, position, group, head_dim, kv, k_base, v_base, 
             else:
                 for i in range(0, span, 16):
                     v.store(s, r * SEGMENT + i, v.zero())
+        ahead = first + SEGMENT
+        if ahead < length:
+            _fetch(kv, k_base, tables, table_at, block_stride, head_dim * block_size, ahead,
+                   min(ahead + SEGMENT, length), block_size)  # fmt: skip
         r = 0
         while r < rows:
             n = _rows_at_once(rows - r)

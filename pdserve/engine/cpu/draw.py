@@ -18,6 +18,7 @@ from numba import njit
 from pdserve.engine.cpu import vec as v
 from pdserve.engine.cpu.jit import OPTIONS
 from pdserve.engine.cpu.ops import exp
+from pdserve.engine.cpu.rendezvous import enter, leave
 from pdserve.engine.noise import MULTIPLIER_1, MULTIPLIER_2
 
 CHUNK = 16
@@ -60,12 +61,14 @@ def argmax(logits, at, n):
 
 
 @njit(**OPTIONS)
-def greedy(thread, threads, counters, logits, stride, n, tokens):
+def greedy(board, run, goal, yields, thread, threads, counters, logits, stride, n, tokens):
     """The most likely token of each row; arguments as for `draw`."""
+    enter(board, run, thread, threads)
     row = v.fetch_add(counters, 0, np.int64(1))
     while row < len(tokens):
         tokens[row] = argmax(logits, row * stride, n)
         row = v.fetch_add(counters, 0, np.int64(1))
+    leave(board, run, goal, yields, thread, threads)
 
 
 @njit(**OPTIONS)
@@ -124,6 +127,37 @@ def _one_mass(logit, best, inverse_temperature):
 
 
 @njit(**OPTIONS)
+def kth_largest(values, k):
+    """The k-th largest of some float32, which are left in another order. NaN counts as anything.
+
+    Hoare's selection; numba takes five seconds to compile `np.partition`.
+    """
+    wanted = k - 1
+    low = np.int64(0)
+    high = len(values) - 1
+    while low < high:
+        pivot = values[(low + high) // 2]
+        i = low
+        j = high
+        while i <= j:
+            while values[i] > pivot:
+                i += 1
+            while values[j] < pivot:
+                j -= 1
+            if i <= j:
+                values[i], values[j] = values[j], values[i]
+                i += 1
+                j -= 1
+        if wanted <= j:
+            high = j
+        elif wanted >= i:
+            low = i
+        else:
+            break
+    return values[wanted]
+
+
+@njit(**OPTIONS)
 def candidates(logits, at, n, k, ids):
     """Ids of the k greatest logits, and of all that equal the least of them, in descending order; gives their number.
 
@@ -136,7 +170,7 @@ def candidates(logits, at, n, k, ids):
         for c in range(chunks):
             i = c * CHUNK
             maxima[c] = v.max_lanes(v.keep_first(v.load(logits, at + i), n - i, v.splat(_LOWEST)))
-        threshold = np.partition(maxima, chunks - k)[chunks - k]
+        threshold = kth_largest(maxima, k)
     found = 0
     for i in range(n):
         if logits[at + i] >= threshold:
@@ -249,12 +283,15 @@ def draw_unfiltered(logits, at, n, inverse_temperature, key0, key1, ids):
 
 
 @njit(**OPTIONS)
-def draw(thread, threads, counters, logits, stride, n, inverse_temperature, top_k, top_p, log_min_p, keys, ids, tokens):
+def draw(board, run, goal, yields, thread, threads, counters, logits, stride, n, inverse_temperature, top_k, top_p,
+         log_min_p, keys, ids, tokens):  # fmt: skip
     """Draw a token for each row; threads take rows from counters[0].
 
-    logits: float32, flat [R, stride] with n of each row in use; inverse_temperature: float32 [R], 0 is greedy; top_k:
-    int64 [R]; top_p, log_min_p: float64 [R]; keys: int64 [R, 2] words of the noise; ids: int64 scratch [threads, n].
+    board, run, goal, yields: see `rendezvous.py`; logits: float32, flat [R, stride] with n of each row in use;
+    inverse_temperature: float32 [R], 0 is greedy; top_k: int64 [R]; top_p, log_min_p: float64 [R]; keys: int64 [R, 2]
+    words of the noise; ids: int64 scratch [threads, n].
     """
+    enter(board, run, thread, threads)
     rows = len(tokens)
     row = v.fetch_add(counters, 0, np.int64(1))
     while row < rows:
@@ -276,3 +313,4 @@ def draw(thread, threads, counters, logits, stride, n, inverse_temperature, top_
                 k = min(k * 8, n) if k == NUM_CANDIDATES else n
             tokens[row] = winner
         row = v.fetch_add(counters, 0, np.int64(1))
+    leave(board, run, goal, yields, thread, threads)

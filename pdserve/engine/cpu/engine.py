@@ -13,12 +13,13 @@ import numpy as np
 import numpy.typing as npt
 
 from pdserve.engine.batch import Batch, SamplingBatch
-from pdserve.engine.cpu import team_kernels
+from pdserve.engine.cpu import draw as draw_kernels
+from pdserve.engine.cpu import step as step_kernels
 from pdserve.engine.cpu.shape import ModelShape
-from pdserve.engine.cpu.step import attention_items
 from pdserve.engine.cpu.team import Team
 from pdserve.engine.cpu.weights import PackedModel, WeightFormat
 from pdserve.engine.cpu.workspace import Workspace
+from pdserve.engine.engine import LayerWatch
 from pdserve.engine.host_store import HostBlockStore
 from pdserve.engine.noise import row_keys
 from pdserve.engine.output import Logprobs, StepOutput
@@ -81,7 +82,8 @@ class CpuEngine:
         tables = rope_tables(config, self._num_positions)
         self._cos, self._sin = tables.cos.reshape(-1), tables.sin.reshape(-1)
         self._eps = np.float32(config.rms_norm_eps)
-        # Zeros: attention multiplies slots that were never written by a weight of exactly 0. Memory is mapped lazily.
+        # Zeros: attention multiplies slots that were never written by a weight of exactly 0. Memory is mapped lazily,
+        # and numpy asks for huge pages: with small ones attention over a long context takes nearly twice as long.
         self._kv = np.zeros(num_blocks * self._shape.block_words, np.uint16)
         self._embedding_rows = model.embedding.data.reshape(config.vocab_size, -1)
         words = self._kv.view(np.int32).reshape(num_blocks, config.num_layers, -1)
@@ -107,9 +109,9 @@ class CpuEngine:
         """The KV pool as bytes."""
         return self._store
 
-    def forward(self, batch: Batch) -> StepOutput:
+    def forward(self, batch: Batch, watch: LayerWatch | None = None) -> StepOutput:
         """See `Engine.forward`."""
-        logits = self._compute(batch)
+        logits = self._compute(batch, watch)
         rows = batch.sampling.logprob_rows
         # A copy of their rows, as sampling edits the logits.
         raw = logits[rows] if len(rows) else None
@@ -123,7 +125,7 @@ class CpuEngine:
         """See `Engine.forward_logits`."""
         return self._compute(batch).copy()
 
-    def _compute(self, batch: Batch) -> npt.NDArray[np.float32]:
+    def _compute(self, batch: Batch, watch: LayerWatch | None = None) -> npt.NDArray[np.float32]:
         """Run the layers; a view of the logits [R, V], valid until the next step."""
         # The kernels check nothing.
         assert batch.token_ids.min() >= 0 and batch.token_ids.max() < self._config.vocab_size, "no such token id"
@@ -133,16 +135,23 @@ class CpuEngine:
         num_rows = len(batch.logit_rows)
         work.reserve(batch.num_tokens, num_rows)
         work.embeddings(batch.num_tokens)[...] = self._embed(batch.token_ids)
-        num_items = attention_items(batch.cu_seqlens, self._shape.group, work.items)
+        num_items = step_kernels.attention_items(batch.cu_seqlens, self._shape.group, work.items)
         sequence = np.repeat(np.arange(batch.num_seqs), np.diff(batch.cu_seqlens))
-        model = self._model
-        self._team.run(
-            team_kernels.step, np.zeros(1 + self._config.num_layers, np.int64), self._shape_vector, model.arena,
-            model.matrices, model.floats, model.norms, self._cos, self._sin, batch.positions, sequence,
-            batch.slot_mapping, batch.block_tables, work.items[:num_items], batch.logit_rows, self._eps, self._kv,
-            work.x, work.xn, work.xq, work.xs, work.xpair, work.inner, work.inner_q, work.inner_s, work.inner_pair,
-            work.y, work.scratch, work.logits_flat,
-        )  # fmt: skip
+        model, num_layers = self._model, self._config.num_layers
+        begin = 0
+        for end in (*(() if watch is None else watch.layers), None):
+            # The rest with the LM head, after what is watched; starting the kernel once more takes about 10 us.
+            self._team.run(
+                step_kernels.step, np.zeros(1 + num_layers, np.int64), begin, num_layers if end is None else end,
+                self._shape_vector, model.arena, model.matrices, model.floats, model.norms, self._cos, self._sin,
+                batch.positions, sequence, batch.slot_mapping, batch.block_tables, work.items[:num_items],
+                batch.logit_rows if end is None else batch.logit_rows[:0], self._eps, self._kv, work.x, work.xn,
+                work.xq, work.xs, work.xpair, work.inner, work.inner_q, work.inner_s, work.inner_pair, work.y,
+                work.scratch, work.logits_flat,
+            )  # fmt: skip
+            if watch is not None and end is not None:
+                watch.on_done(end)
+                begin = end
         return work.logits(num_rows)
 
     def _embed(self, token_ids: npt.NDArray[np.int32]) -> npt.NDArray[np.float32]:
@@ -166,7 +175,7 @@ class CpuEngine:
             rows = scoring.rows[begin : begin + SCORED_ROWS]
             work.reserve(batch.num_tokens, len(rows))
             self._team.run(
-                team_kernels.head, np.zeros(1, np.int64), self._shape_vector, model.arena, model.matrices, model.floats,
+                step_kernels.head, np.zeros(1, np.int64), self._shape_vector, model.arena, model.matrices, model.floats,
                 model.norms, rows.astype(np.int32), self._eps, work.x, work.xn, work.xq, work.xs, work.xpair,
                 work.logits_flat,
             )  # fmt: skip
@@ -186,7 +195,7 @@ class CpuEngine:
         run = self._team.run if len(tokens) >= SHARED_ROWS else self._team.run_alone
         if greedy.all():
             run(
-                team_kernels.greedy, np.zeros(1, np.int64), self._work.logits_flat, self._shape.vocab_padded,
+                draw_kernels.greedy, np.zeros(1, np.int64), self._work.logits_flat, self._shape.vocab_padded,
                 self._config.vocab_size, tokens,
             )  # fmt: skip
             return tokens
@@ -194,7 +203,7 @@ class CpuEngine:
         with np.errstate(divide="ignore"):
             log_min_p = np.log(sampling.min_p.astype(np.float64))
         run(
-            team_kernels.draw, np.zeros(1, np.int64), self._work.logits_flat, self._shape.vocab_padded,
+            draw_kernels.draw, np.zeros(1, np.int64), self._work.logits_flat, self._shape.vocab_padded,
             self._config.vocab_size, inverse_temperature.astype(np.float32), sampling.top_k.astype(np.int64),
             sampling.top_p.astype(np.float64), log_min_p, row_keys(sampling.seed, sampling.positions).astype(np.int64),
             self._ids, tokens,

@@ -1,8 +1,8 @@
 """One forward pass over a packed batch, run by several threads side by side.
 
-Every thread calls `step` with its number and walks the same phases; a barrier ends each phase. Matrix products divide
-output rows, row-wise work divides tokens, attention takes items from a shared counter. Who does a piece never changes
-its value.
+Every thread of a team (`team.py`) calls `step` with its number and walks the same phases; a barrier ends each phase.
+Matrix products divide output rows, row-wise work divides tokens, attention takes items from a shared counter. Who does
+a piece never changes its value.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from pdserve.engine.cpu.formats import BLOCK, F16, ROWS, STRIP
 from pdserve.engine.cpu.gemm import TOKEN_BLOCK, gemm
 from pdserve.engine.cpu.jit import OPTIONS
 from pdserve.engine.cpu.ops import gate_block, quantize, rms_norm, rotate
+from pdserve.engine.cpu.rendezvous import enter, leave
 from pdserve.engine.cpu.shape import (
     ATTENTION_PADDED,
     BLOCK_SIZE,
@@ -78,16 +79,19 @@ def _clear(row, begin, end):
 
 
 @njit(**OPTIONS)
-def step(thread, threads, counters, shape, arena, matrices, floats, norms, cos, sin, positions, sequence, slots, tables,
-         items, logit_rows, eps, kv, x, xn, xq, xs, xpair, inner, inner_q, inner_s, inner_pair, y, scratch,
-         logits):  # fmt: skip
-    """The K/V of a batch into the pool, its final hidden rows into x, and the logits of `logit_rows`.
+def step(board, run, goal, yields, thread, threads, counters, layer_begin, layer_end, shape, arena, matrices, floats,
+         norms, cos, sin, positions, sequence, slots, tables, items, logit_rows, eps, kv, x, xn, xq, xs, xpair, inner,
+         inner_q, inner_s, inner_pair, y, scratch, logits):  # fmt: skip
+    """The K/V of a batch into the pool in layers [layer_begin, layer_end), its hidden rows after them into x, and the
+    logits of `logit_rows`, which have to be none before the last layer.
 
-    counters: int64, zeros (barrier, then one attention counter per layer); shape, arena, matrices, floats, norms: see
-    `shape.py` and `weights.PackedModel`; cos, sin: float32, flat [positions, head_dim / 2]; positions, slots: of each
-    token; sequence: row of `tables` of each token; tables: int32 block ids; items: see `attention_items`; kv: the pool
-    as uint16; x to scratch: see `workspace.Workspace`, x with the embeddings of the tokens; logits: float32, flat.
+    board, run, goal, yields: see `rendezvous.py`; counters: int64, zeros (barrier, then one attention counter per
+    layer); shape, arena, matrices, floats, norms: see `shape.py` and `weights.PackedModel`; cos, sin: float32, flat
+    [positions, head_dim / 2]; positions, slots: of each token; sequence: row of `tables` of each token; tables: int32
+    block ids; items: see `attention_items`; kv: the pool as uint16; x to scratch: see `workspace.Workspace`, x with the
+    embeddings of the tokens, or what the layers before have left; logits: float32, flat.
     """
+    enter(board, run, thread, threads)
     hidden = shape[HIDDEN]
     hp = shape[HIDDEN_PADDED]
     heads = shape[HEADS]
@@ -114,7 +118,12 @@ def step(thread, threads, counters, shape, arena, matrices, floats, norms, cos, 
     my_up = my_scratch[TOKEN_BLOCK * BLOCK :]
     t0, t1 = share(tokens, thread, threads)
     passed = np.int64(0)
-    for layer in range(layers):
+    # Variables, as numba would compile a product for each combination of literals.
+    start = np.int64(0)
+    gate_width = np.int64(BLOCK)
+    fresh = np.bool_(False)
+    added = np.bool_(True)
+    for layer in range(layer_begin, layer_end):
         m = layer * MATRICES_PER_LAYER
         # Matrices that share an input may differ in format.
         quantized = matrices[m + Q, 0] > F16 or matrices[m + K, 0] > F16 or matrices[m + V, 0] > F16
@@ -126,7 +135,7 @@ def step(thread, threads, counters, shape, arena, matrices, floats, norms, cos, 
         column = np.int64(0)
         for i in range(3):
             b, e = share_strips(matrices[m + i, 2], thread, threads)
-            gemm(arena, matrices[m + i], floats, b, e, xn, xq, xs, xpair, 0, tokens, y, column, width, False)
+            gemm(arena, matrices[m + i], floats, b, e, xn, xq, xs, xpair, start, tokens, y, column, width, fresh)
             column += matrices[m + i, 2] * ROWS
         passed = barrier(counters, threads, passed)
         k_column = heads * head_dim
@@ -175,7 +184,7 @@ def step(thread, threads, counters, shape, arena, matrices, floats, norms, cos, 
                     quantize(xn, t * ap, ap, xq, t * ap, xs, xpair, t * (ap // BLOCK))
             passed = barrier(counters, threads, passed)
         b, e = share_strips(matrices[m + O, 2], thread, threads)
-        gemm(arena, matrices[m + O], floats, b, e, xn, xq, xs, xpair, 0, tokens, x, 0, hp, True)
+        gemm(arena, matrices[m + O], floats, b, e, xn, xq, xs, xpair, start, tokens, x, start, hp, added)
         passed = barrier(counters, threads, passed)
         quantized = matrices[m + GATE, 0] > F16 or matrices[m + UP, 0] > F16
         for t in range(t0, t1):
@@ -190,35 +199,33 @@ def step(thread, threads, counters, shape, arena, matrices, floats, norms, cos, 
             for strip in range(b, e):
                 # 32 columns of gate and up are one block of the input of down.
                 column = -(first + strip) * BLOCK
-                gemm(arena, matrices[m + GATE], floats, strip, strip + 1, xn, xq, xs, xpair, first, behind,
-                           my_gate, column, BLOCK, False)  # fmt: skip
-                gemm(arena, matrices[m + UP], floats, strip, strip + 1, xn, xq, xs, xpair, first, behind,
-                           my_up, column, BLOCK, False)  # fmt: skip
+                gemm(
+                    arena, matrices[m + GATE], floats, strip, strip + 1, xn, xq, xs, xpair, first, behind, my_gate,
+                    column, gate_width, fresh,
+                )  # fmt: skip
+                gemm(
+                    arena, matrices[m + UP], floats, strip, strip + 1, xn, xq, xs, xpair, first, behind, my_up, column,
+                    gate_width, fresh,
+                )  # fmt: skip
                 tiles = matrices[m + GATE, 2] - strip * STRIP
                 for t in range(first, behind):
                     at = t * fp + strip * BLOCK
                     gate_block(
-                        my_gate,
-                        my_up,
-                        (t - first) * BLOCK,
-                        tiles,
-                        inner,
-                        at,
-                        quantized,
-                        inner_q,
-                        at,
-                        inner_s,
-                        inner_pair,
-                        at // BLOCK,
-                    )
+                        my_gate, my_up, (t - first) * BLOCK, tiles, inner, at, quantized, inner_q, at, inner_s,
+                        inner_pair, at // BLOCK,
+                    )  # fmt: skip
         passed = barrier(counters, threads, passed)
         b, e = share_strips(matrices[m + DOWN, 2], thread, threads)
-        gemm(arena, matrices[m + DOWN], floats, b, e, inner, inner_q, inner_s, inner_pair, 0, tokens, x, 0, hp, True)
+        gemm(
+            arena, matrices[m + DOWN], floats, b, e, inner, inner_q, inner_s, inner_pair, start, tokens, x, start, hp,
+            added,
+        )  # fmt: skip
         passed = barrier(counters, threads, passed)
     _head(
         thread, threads, counters, passed, shape, arena, matrices, floats, norms, logit_rows, eps, x, xn, xq, xs, xpair,
         logits,
     )  # fmt: skip
+    leave(board, run, goal, yields, thread, threads)
 
 
 @njit(**OPTIONS)
@@ -238,16 +245,21 @@ def _head(thread, threads, counters, passed, shape, arena, matrices, floats, nor
             quantize(xn, r * hp, hp, xq, r * hp, xs, xpair, r * (hp // BLOCK))
     barrier(counters, threads, passed)
     b, e = share_strips(matrices[m, 2], thread, threads)
-    gemm(arena, matrices[m], floats, b, e, xn, xq, xs, xpair, 0, n, logits, 0, shape[VOCAB_PADDED], False)
+    start = np.int64(0)
+    fresh = np.bool_(False)
+    gemm(arena, matrices[m], floats, b, e, xn, xq, xs, xpair, start, n, logits, start, shape[VOCAB_PADDED], fresh)
 
 
 @njit(**OPTIONS)
-def head(thread, threads, counters, shape, arena, matrices, floats, norms, rows, eps, x, xn, xq, xs, xpair, logits):
+def head(board, run, goal, yields, thread, threads, counters, shape, arena, matrices, floats, norms, rows, eps, x, xn,
+         xq, xs, xpair, logits):  # fmt: skip
     """Logits of more rows of the batch that `step` has just computed."""
+    enter(board, run, thread, threads)
     _head(
         thread, threads, counters, np.int64(0), shape, arena, matrices, floats, norms, rows, eps, x, xn, xq, xs, xpair,
         logits,
     )  # fmt: skip
+    leave(board, run, goal, yields, thread, threads)
 
 
 @njit(**OPTIONS)

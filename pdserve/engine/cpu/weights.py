@@ -17,8 +17,8 @@ so that a kernel reads its weights front to back. Rows and inputs are padded wit
 What is stored as Q4_0, Q4_1 or Q8_0 is taken as it is, but that the minimum of a Q4_1 block is rounded to 1 / 64 of
 its step. (A matrix with blocks that lie so far from zero that this does not fit 16 bits is made into Q8_0.) Everything
 else is converted once.
-What that costs, on 612 tokens of chats with SmolLM2 (stored as Q4_1), as KL divergence from float32 in nats: as stored
-0.0019, made into Q8_0 0.0043, into Q4_1 again 0.050, into F16 less than 0.00001.
+What that costs, on 1,024 tokens of the texts of the quality test with SmolLM2 (stored as Q4_1), as KL divergence from
+float32 in nats: as stored 0.0012, made into Q8_0 0.0022, into Q4_1 again 0.057, into F16 less than 0.00001.
 """
 
 from __future__ import annotations

@@ -252,7 +252,9 @@ Global___StopParams: _TypeAlias = StopParams  # noqa: Y015
 
 @_typing.final
 class KvLayout(_message.Message):
-    """Shape and dtype of one KV block; both ends of a hand-off must agree on it."""
+    """Shape and dtype of one KV block, and what else its values depend on. The two ends of a hand-off must agree on dtype,
+    num_layers, num_kv_heads, head_dim and numerics; the decode worker converts the rest.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -261,16 +263,28 @@ class KvLayout(_message.Message):
     NUM_LAYERS_FIELD_NUMBER: _builtins.int
     NUM_KV_HEADS_FIELD_NUMBER: _builtins.int
     HEAD_DIM_FIELD_NUMBER: _builtins.int
-    ORDER_FIELD_NUMBER: _builtins.int
+    K_ORDER_FIELD_NUMBER: _builtins.int
+    V_ORDER_FIELD_NUMBER: _builtins.int
+    NUMERICS_FIELD_NUMBER: _builtins.int
+    HEAD_CUTS_FIELD_NUMBER: _builtins.int
     dtype: _builtins.str
     """"float32", "float16" or "bfloat16"."""
     block_size: _builtins.int
     """Tokens in a block."""
     num_layers: _builtins.int
     num_kv_heads: _builtins.int
+    """All KV heads of the model, however many shards hold them."""
     head_dim: _builtins.int
-    order: _builtins.str
-    """Order of the axes inside one layer's K or V part of a block; the engine's business, compared literally."""
+    k_order: _builtins.str
+    """Order of the axes inside one head of K: "token,dim" or "dim,token"."""
+    v_order: _builtins.str
+    """The same for V."""
+    numerics: _builtins.str
+    """What the values depend on beside model and dtype, say the format of the weights. Compared literally."""
+    @_builtins.property
+    def head_cuts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Heads at which another shard's memory begins, ascending, without 0. Empty: one store holds all heads."""
+
     def __init__(
         self,
         *,
@@ -279,11 +293,14 @@ class KvLayout(_message.Message):
         num_layers: _builtins.int = ...,
         num_kv_heads: _builtins.int = ...,
         head_dim: _builtins.int = ...,
-        order: _builtins.str = ...,
+        k_order: _builtins.str = ...,
+        v_order: _builtins.str = ...,
+        numerics: _builtins.str = ...,
+        head_cuts: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "dtype", b"dtype", "head_dim", b"head_dim", "num_kv_heads", b"num_kv_heads", "num_layers", b"num_layers", "order", b"order"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "dtype", b"dtype", "head_cuts", b"head_cuts", "head_dim", b"head_dim", "k_order", b"k_order", "num_kv_heads", b"num_kv_heads", "num_layers", b"num_layers", "numerics", b"numerics", "v_order", b"v_order"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -306,6 +323,7 @@ class WorkerInfo(_message.Message):
     MAX_MODEL_LEN_FIELD_NUMBER: _builtins.int
     TRANSPORTS_FIELD_NUMBER: _builtins.int
     VERSION_FIELD_NUMBER: _builtins.int
+    CODECS_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     """Stable name, the same after a restart."""
     incarnation: _builtins.str
@@ -330,6 +348,10 @@ class WorkerInfo(_message.Message):
     def transports(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """KV transports this worker can speak, best first."""
 
+    @_builtins.property
+    def codecs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Encodings of KV on the wire, "none", "int8" or "fp8": a prefill worker's choice, or all that a decode worker accepts."""
+
     def __init__(
         self,
         *,
@@ -344,10 +366,11 @@ class WorkerInfo(_message.Message):
         max_model_len: _builtins.int = ...,
         transports: _abc.Iterable[_builtins.str] | None = ...,
         version: _builtins.str = ...,
+        codecs: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["kv_layout", b"kv_layout"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "incarnation", b"incarnation", "kv_layout", b"kv_layout", "max_model_len", b"max_model_len", "model", b"model", "model_fingerprint", b"model_fingerprint", "num_blocks", b"num_blocks", "role", b"role", "transports", b"transports", "version", b"version", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "codecs", b"codecs", "incarnation", b"incarnation", "kv_layout", b"kv_layout", "max_model_len", b"max_model_len", "model", b"model", "model_fingerprint", b"model_fingerprint", "num_blocks", b"num_blocks", "role", b"role", "transports", b"transports", "version", b"version", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -375,6 +398,12 @@ class WorkerStats(_message.Message):
     CACHED_TOKENS_TOTAL_FIELD_NUMBER: _builtins.int
     PREEMPTIONS_TOTAL_FIELD_NUMBER: _builtins.int
     RECOMPUTED_TOKENS_TOTAL_FIELD_NUMBER: _builtins.int
+    FETCHES_TOTAL_FIELD_NUMBER: _builtins.int
+    FETCHED_TOKENS_TOTAL_FIELD_NUMBER: _builtins.int
+    FETCHED_BYTES_TOTAL_FIELD_NUMBER: _builtins.int
+    FAILED_FETCHES_TOTAL_FIELD_NUMBER: _builtins.int
+    DECLINED_FETCHES_TOTAL_FIELD_NUMBER: _builtins.int
+    SERVED_FETCHES_TOTAL_FIELD_NUMBER: _builtins.int
     num_waiting: _builtins.int
     """Requests waiting to start."""
     num_running: _builtins.int
@@ -408,6 +437,18 @@ class WorkerStats(_message.Message):
     """Sequences that had to give up their blocks to older ones since start (decode)."""
     recomputed_tokens_total: _builtins.int
     """Tokens computed again after a preemption since start (decode)."""
+    fetches_total: _builtins.int
+    """Prefixes taken from the cache of another worker since start (prefill)."""
+    fetched_tokens_total: _builtins.int
+    """Their tokens that were not here already."""
+    fetched_bytes_total: _builtins.int
+    """KV bytes that came for them."""
+    failed_fetches_total: _builtins.int
+    """Fetches that brought nothing since start (prefill): failed, given up, or the other worker had nothing any more."""
+    declined_fetches_total: _builtins.int
+    """Prefixes that another worker was said to hold and that were computed because that was expected to be faster (prefill)."""
+    served_fetches_total: _builtins.int
+    """Prefixes given to other workers since start."""
     def __init__(
         self,
         *,
@@ -427,10 +468,16 @@ class WorkerStats(_message.Message):
         cached_tokens_total: _builtins.int = ...,
         preemptions_total: _builtins.int = ...,
         recomputed_tokens_total: _builtins.int = ...,
+        fetches_total: _builtins.int = ...,
+        fetched_tokens_total: _builtins.int = ...,
+        fetched_bytes_total: _builtins.int = ...,
+        failed_fetches_total: _builtins.int = ...,
+        declined_fetches_total: _builtins.int = ...,
+        served_fetches_total: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks_cached", b"blocks_cached", "blocks_in_use", b"blocks_in_use", "blocks_total", b"blocks_total", "cached_tokens_total", b"cached_tokens_total", "draining", b"draining", "failed_handoffs_total", b"failed_handoffs_total", "generated_tokens_total", b"generated_tokens_total", "kv_bytes_total", b"kv_bytes_total", "num_running", b"num_running", "num_transferring", b"num_transferring", "num_waiting", b"num_waiting", "preemptions_total", b"preemptions_total", "prefill_tokens_total", b"prefill_tokens_total", "queued_tokens", b"queued_tokens", "recomputed_tokens_total", b"recomputed_tokens_total", "steps_total", b"steps_total"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks_cached", b"blocks_cached", "blocks_in_use", b"blocks_in_use", "blocks_total", b"blocks_total", "cached_tokens_total", b"cached_tokens_total", "declined_fetches_total", b"declined_fetches_total", "draining", b"draining", "failed_fetches_total", b"failed_fetches_total", "failed_handoffs_total", b"failed_handoffs_total", "fetched_bytes_total", b"fetched_bytes_total", "fetched_tokens_total", b"fetched_tokens_total", "fetches_total", b"fetches_total", "generated_tokens_total", b"generated_tokens_total", "kv_bytes_total", b"kv_bytes_total", "num_running", b"num_running", "num_transferring", b"num_transferring", "num_waiting", b"num_waiting", "preemptions_total", b"preemptions_total", "prefill_tokens_total", b"prefill_tokens_total", "queued_tokens", b"queued_tokens", "recomputed_tokens_total", b"recomputed_tokens_total", "served_fetches_total", b"served_fetches_total", "steps_total", b"steps_total"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

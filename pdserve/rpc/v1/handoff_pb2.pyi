@@ -3,6 +3,9 @@
 isort:skip_file
 Prefill to decode: the control stream of a KV link. The bytes themselves travel beside it, on a transport.
 
+A link has several transports, named in hello and welcome; the prefill worker measures those that both sides have with
+probe frames, sends over the fastest, and goes on over the next one when that fails.
+
 The gRPC transport is the raw-bytes method /pdserve.rpc.v1.KvData/Push (client stream of chunk frames, see
 kv_transfer/wire.py); it has no protobuf messages and so no entry here.
 """
@@ -48,6 +51,54 @@ class HandoffId(_message.Message):
 Global___HandoffId: _TypeAlias = HandoffId  # noqa: Y015
 
 @_typing.final
+class TransportEndpoint(_message.Message):
+    """What one side of a link says about one of its transports."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    @_typing.final
+    class AttributesEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.str
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.str = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    NAME_FIELD_NUMBER: _builtins.int
+    ATTRIBUTES_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """Name of the transport, as in the configuration."""
+    @_builtins.property
+    def attributes(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
+        """The transport's own business: an address, a token, which host this is. May be empty."""
+
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        attributes: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attributes", b"attributes", "name", b"name"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TransportEndpoint: _TypeAlias = TransportEndpoint  # noqa: Y015
+
+@_typing.final
 class LinkHello(_message.Message):
     """First message of a link."""
 
@@ -58,6 +109,9 @@ class LinkHello(_message.Message):
     DECODE_INCARNATION_FIELD_NUMBER: _builtins.int
     TARGET_CHUNK_BYTES_FIELD_NUMBER: _builtins.int
     PROTOCOL_FIELD_NUMBER: _builtins.int
+    OFFERS_FIELD_NUMBER: _builtins.int
+    TAIL_TOKENS_FIELD_NUMBER: _builtins.int
+    FOR_PREFIXES_FIELD_NUMBER: _builtins.int
     generation: _builtins.int
     """Number of this link between the two processes, from 1; grows with each reconnection."""
     decode_incarnation: _builtins.str
@@ -66,8 +120,20 @@ class LinkHello(_message.Message):
     """Bound on a chunk's payload from which both sides derive the chunk plans of this link."""
     protocol: _builtins.int
     """Version of the hand-off protocol; workers of different versions do not talk."""
+    tail_tokens: _builtins.int
+    """Last tokens of a prompt that are cut layer by layer; the other number from which the chunk plans are derived."""
+    for_prefixes: _builtins.bool
+    """Whether the link is for prefixes, from any worker to a prefill worker that asks for them. False: for requests, from a
+    prefill to a decode worker.
+    """
     @_builtins.property
-    def prefill(self) -> _common_pb2.WorkerInfo: ...
+    def prefill(self) -> _common_pb2.WorkerInfo:
+        """The worker that sends KV: a prefill worker or, on a link for prefixes, whoever holds them."""
+
+    @_builtins.property
+    def offers(self) -> _containers.RepeatedCompositeFieldContainer[Global___TransportEndpoint]:
+        """The prefill worker's transports, best first."""
+
     def __init__(
         self,
         *,
@@ -76,10 +142,13 @@ class LinkHello(_message.Message):
         decode_incarnation: _builtins.str = ...,
         target_chunk_bytes: _builtins.int = ...,
         protocol: _builtins.int = ...,
+        offers: _abc.Iterable[Global___TransportEndpoint] | None = ...,
+        tail_tokens: _builtins.int = ...,
+        for_prefixes: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["prefill", b"prefill"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode_incarnation", b"decode_incarnation", "generation", b"generation", "prefill", b"prefill", "protocol", b"protocol", "target_chunk_bytes", b"target_chunk_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode_incarnation", b"decode_incarnation", "for_prefixes", b"for_prefixes", "generation", b"generation", "offers", b"offers", "prefill", b"prefill", "protocol", b"protocol", "tail_tokens", b"tail_tokens", "target_chunk_bytes", b"target_chunk_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -92,16 +161,22 @@ class LinkWelcome(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     DECODE_FIELD_NUMBER: _builtins.int
+    ENDPOINTS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def decode(self) -> _common_pb2.WorkerInfo: ...
+    @_builtins.property
+    def endpoints(self) -> _containers.RepeatedCompositeFieldContainer[Global___TransportEndpoint]:
+        """How to reach the decode worker over each of the offered transports that can serve this link; at least one."""
+
     def __init__(
         self,
         *,
         decode: _common_pb2.WorkerInfo | None = ...,
+        endpoints: _abc.Iterable[Global___TransportEndpoint] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["decode", b"decode"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode", b"decode"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode", b"decode", "endpoints", b"endpoints"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -134,6 +209,28 @@ class LinkRefused(_message.Message):
 Global___LinkRefused: _TypeAlias = LinkRefused  # noqa: Y015
 
 @_typing.final
+class PrefixFetch(_message.Message):
+    """Why a prefix is sent: the receiver has asked for it with PrefixStore/Fetch."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LAST_BLOCK_FIELD_NUMBER: _builtins.int
+    last_block: _builtins.bytes
+    """Name of the last block that is offered: of the wanted ones it is number num_tokens / block_size - 1."""
+    def __init__(
+        self,
+        *,
+        last_block: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["last_block", b"last_block"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PrefixFetch: _TypeAlias = PrefixFetch  # noqa: Y015
+
+@_typing.final
 class Reserve(_message.Message):
     """Asks for room."""
 
@@ -141,6 +238,7 @@ class Reserve(_message.Message):
 
     ID_FIELD_NUMBER: _builtins.int
     JOB_FIELD_NUMBER: _builtins.int
+    FETCH_FIELD_NUMBER: _builtins.int
     NUM_TOKENS_FIELD_NUMBER: _builtins.int
     PLAN_HASH_FIELD_NUMBER: _builtins.int
     num_tokens: _builtins.int
@@ -151,19 +249,24 @@ class Reserve(_message.Message):
     def id(self) -> Global___HandoffId: ...
     @_builtins.property
     def job(self) -> _common_pb2.GenerationJob: ...
+    @_builtins.property
+    def fetch(self) -> Global___PrefixFetch: ...
     def __init__(
         self,
         *,
         id: Global___HandoffId | None = ...,
         job: _common_pb2.GenerationJob | None = ...,
+        fetch: Global___PrefixFetch | None = ...,
         num_tokens: _builtins.int = ...,
         plan_hash: _builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["id", b"id", "job", b"job"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["fetch", b"fetch", "id", b"id", "job", b"job", "purpose", b"purpose"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["id", b"id", "job", b"job", "num_tokens", b"num_tokens", "plan_hash", b"plan_hash"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["fetch", b"fetch", "id", b"id", "job", b"job", "num_tokens", b"num_tokens", "plan_hash", b"plan_hash", "purpose", b"purpose"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType_purpose: _TypeAlias = _typing.Literal["job", "fetch"]  # noqa: Y015
+    _WhichOneofArgType_purpose: _TypeAlias = _typing.Literal["purpose", b"purpose"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_purpose) -> _WhichOneofReturnType_purpose | None: ...
 
 Global___Reserve: _TypeAlias = Reserve  # noqa: Y015
 
@@ -344,7 +447,7 @@ class Commit(_message.Message):
     FIRST_TOKEN_FIELD_NUMBER: _builtins.int
     nonce: _builtins.int
     first_token: _builtins.int
-    """The token the prefill worker drew; it is part of the sequence but has no KV yet."""
+    """The token the prefill worker drew; it is part of the sequence but has no KV yet. 0 and of no meaning for a prefix."""
     @_builtins.property
     def id(self) -> Global___HandoffId: ...
     def __init__(
@@ -551,6 +654,56 @@ class LinkHeartbeat(_message.Message):
 Global___LinkHeartbeat: _TypeAlias = LinkHeartbeat  # noqa: Y015
 
 @_typing.final
+class ProbeAck(_message.Message):
+    """A probe frame (a chunk frame with nonce 0, of arbitrary content) has arrived whole and undamaged."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TRANSPORT_FIELD_NUMBER: _builtins.int
+    SEQ_FIELD_NUMBER: _builtins.int
+    transport: _builtins.str
+    """Transport on which it came."""
+    seq: _builtins.int
+    """As in its header."""
+    def __init__(
+        self,
+        *,
+        transport: _builtins.str = ...,
+        seq: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["seq", b"seq", "transport", b"transport"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ProbeAck: _TypeAlias = ProbeAck  # noqa: Y015
+
+@_typing.final
+class ReplyBatch(_message.Message):
+    """Several replies in one message, in order. Saves most of the cost of acknowledging each chunk."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REPLIES_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def replies(self) -> _containers.RepeatedCompositeFieldContainer[Global___HandoffReply]:
+        """None of them is itself a batch."""
+
+    def __init__(
+        self,
+        *,
+        replies: _abc.Iterable[Global___HandoffReply] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["replies", b"replies"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReplyBatch: _TypeAlias = ReplyBatch  # noqa: Y015
+
+@_typing.final
 class HandoffRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -561,6 +714,11 @@ class HandoffRequest(_message.Message):
     ABORT_FIELD_NUMBER: _builtins.int
     QUIET_FIELD_NUMBER: _builtins.int
     HEARTBEAT_FIELD_NUMBER: _builtins.int
+    CHECKSUM_FIELD_NUMBER: _builtins.int
+    checksum: _builtins.int
+    """xxh3_64 of all bytes of the message that come before this field, which is always the last one on the wire. Not in
+    the messages of a batch.
+    """
     @_builtins.property
     def hello(self) -> Global___LinkHello: ...
     @_builtins.property
@@ -585,10 +743,11 @@ class HandoffRequest(_message.Message):
         abort: Global___Abort | None = ...,
         quiet: Global___Quiet | None = ...,
         heartbeat: Global___LinkHeartbeat | None = ...,
+        checksum: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "commit", b"commit", "heartbeat", b"heartbeat", "hello", b"hello", "message", b"message", "quiet", b"quiet", "renew", b"renew", "reserve", b"reserve"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "commit", b"commit", "heartbeat", b"heartbeat", "hello", b"hello", "message", b"message", "quiet", b"quiet", "renew", b"renew", "reserve", b"reserve"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "checksum", b"checksum", "commit", b"commit", "heartbeat", b"heartbeat", "hello", b"hello", "message", b"message", "quiet", b"quiet", "renew", b"renew", "reserve", b"reserve"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["hello", "reserve", "commit", "renew", "abort", "quiet", "heartbeat"]  # noqa: Y015
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
@@ -612,6 +771,13 @@ class HandoffReply(_message.Message):
     ABORT_ACK_FIELD_NUMBER: _builtins.int
     HEARTBEAT_FIELD_NUMBER: _builtins.int
     REFUSED_FIELD_NUMBER: _builtins.int
+    PROBE_ACK_FIELD_NUMBER: _builtins.int
+    BATCH_FIELD_NUMBER: _builtins.int
+    CHECKSUM_FIELD_NUMBER: _builtins.int
+    checksum: _builtins.int
+    """xxh3_64 of all bytes of the message that come before this field, which is always the last one on the wire. Not in
+    the messages of a batch.
+    """
     @_builtins.property
     def welcome(self) -> Global___LinkWelcome: ...
     @_builtins.property
@@ -636,6 +802,10 @@ class HandoffReply(_message.Message):
     def heartbeat(self) -> Global___LinkHeartbeat: ...
     @_builtins.property
     def refused(self) -> Global___LinkRefused: ...
+    @_builtins.property
+    def probe_ack(self) -> Global___ProbeAck: ...
+    @_builtins.property
+    def batch(self) -> Global___ReplyBatch: ...
     def __init__(
         self,
         *,
@@ -651,12 +821,15 @@ class HandoffReply(_message.Message):
         abort_ack: Global___AbortAck | None = ...,
         heartbeat: Global___LinkHeartbeat | None = ...,
         refused: Global___LinkRefused | None = ...,
+        probe_ack: Global___ProbeAck | None = ...,
+        batch: Global___ReplyBatch | None = ...,
+        checksum: _builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["abort_ack", b"abort_ack", "busy", b"busy", "chunk_ack", b"chunk_ack", "chunk_nak", b"chunk_nak", "commit_ack", b"commit_ack", "commit_nack", b"commit_nack", "gone", b"gone", "grant", b"grant", "heartbeat", b"heartbeat", "message", b"message", "refused", b"refused", "renew_ack", b"renew_ack", "welcome", b"welcome"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["abort_ack", b"abort_ack", "batch", b"batch", "busy", b"busy", "chunk_ack", b"chunk_ack", "chunk_nak", b"chunk_nak", "commit_ack", b"commit_ack", "commit_nack", b"commit_nack", "gone", b"gone", "grant", b"grant", "heartbeat", b"heartbeat", "message", b"message", "probe_ack", b"probe_ack", "refused", b"refused", "renew_ack", b"renew_ack", "welcome", b"welcome"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["abort_ack", b"abort_ack", "busy", b"busy", "chunk_ack", b"chunk_ack", "chunk_nak", b"chunk_nak", "commit_ack", b"commit_ack", "commit_nack", b"commit_nack", "gone", b"gone", "grant", b"grant", "heartbeat", b"heartbeat", "message", b"message", "refused", b"refused", "renew_ack", b"renew_ack", "welcome", b"welcome"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["abort_ack", b"abort_ack", "batch", b"batch", "busy", b"busy", "checksum", b"checksum", "chunk_ack", b"chunk_ack", "chunk_nak", b"chunk_nak", "commit_ack", b"commit_ack", "commit_nack", b"commit_nack", "gone", b"gone", "grant", b"grant", "heartbeat", b"heartbeat", "message", b"message", "probe_ack", b"probe_ack", "refused", b"refused", "renew_ack", b"renew_ack", "welcome", b"welcome"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["welcome", "grant", "busy", "gone", "chunk_ack", "chunk_nak", "commit_ack", "commit_nack", "renew_ack", "abort_ack", "heartbeat", "refused"]  # noqa: Y015
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["welcome", "grant", "busy", "gone", "chunk_ack", "chunk_nak", "commit_ack", "commit_nack", "renew_ack", "abort_ack", "heartbeat", "refused", "probe_ack", "batch"]  # noqa: Y015
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
 

@@ -158,21 +158,25 @@ class Usage(_message.Message):
     PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
     COMPLETION_TOKENS_FIELD_NUMBER: _builtins.int
     CACHED_TOKENS_FIELD_NUMBER: _builtins.int
+    FETCHED_TOKENS_FIELD_NUMBER: _builtins.int
     prompt_tokens: _builtins.int
     completion_tokens: _builtins.int
     """Sampled tokens, the one that ended the output included."""
     cached_tokens: _builtins.int
     """Prompt tokens taken from a prefix cache instead of computed."""
+    fetched_tokens: _builtins.int
+    """Part of cached_tokens whose KV came from another worker; the rest was on the prefill worker."""
     def __init__(
         self,
         *,
         prompt_tokens: _builtins.int = ...,
         completion_tokens: _builtins.int = ...,
         cached_tokens: _builtins.int = ...,
+        fetched_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "completion_tokens", b"completion_tokens", "prompt_tokens", b"prompt_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "completion_tokens", b"completion_tokens", "fetched_tokens", b"fetched_tokens", "prompt_tokens", b"prompt_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -193,6 +197,7 @@ class Timings(_message.Message):
     E2E_MS_FIELD_NUMBER: _builtins.int
     TTFT_MS_FIELD_NUMBER: _builtins.int
     TPOT_MS_FIELD_NUMBER: _builtins.int
+    FETCH_MS_FIELD_NUMBER: _builtins.int
     tokenize_ms: _builtins.float
     queue_ms: _builtins.float
     """Waiting: placement, dispatch, the prefill worker's queue, the reservation."""
@@ -208,6 +213,8 @@ class Timings(_message.Message):
     """Time to first token."""
     tpot_ms: _builtins.float
     """Mean time per output token after the first. 0 with fewer than two tokens."""
+    fetch_ms: _builtins.float
+    """Part of queue_ms: waiting for KV of the prompt's beginning from another worker."""
     def __init__(
         self,
         *,
@@ -220,10 +227,11 @@ class Timings(_message.Message):
         e2e_ms: _builtins.float = ...,
         ttft_ms: _builtins.float = ...,
         tpot_ms: _builtins.float = ...,
+        fetch_ms: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode_ms", b"decode_ms", "e2e_ms", b"e2e_ms", "handover_ms", b"handover_ms", "prefill_ms", b"prefill_ms", "queue_ms", b"queue_ms", "tokenize_ms", b"tokenize_ms", "tpot_ms", b"tpot_ms", "transfer_ms", b"transfer_ms", "ttft_ms", b"ttft_ms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode_ms", b"decode_ms", "e2e_ms", b"e2e_ms", "fetch_ms", b"fetch_ms", "handover_ms", b"handover_ms", "prefill_ms", b"prefill_ms", "queue_ms", b"queue_ms", "tokenize_ms", b"tokenize_ms", "tpot_ms", b"tpot_ms", "transfer_ms", b"transfer_ms", "ttft_ms", b"ttft_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -185,26 +185,63 @@ class DecodeTarget(_message.Message):
 Global___DecodeTarget: _TypeAlias = DecodeTarget  # noqa: Y015
 
 @_typing.final
+class PrefixHolder(_message.Message):
+    """A worker that probably has the KV of a beginning of the job's tokens in its prefix cache."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WORKER_ID_FIELD_NUMBER: _builtins.int
+    INCARNATION_FIELD_NUMBER: _builtins.int
+    ADDRESS_FIELD_NUMBER: _builtins.int
+    NUM_TOKENS_FIELD_NUMBER: _builtins.int
+    worker_id: _builtins.str
+    incarnation: _builtins.str
+    address: _builtins.str
+    num_tokens: _builtins.int
+    """How many leading tokens, as far as the router knows."""
+    def __init__(
+        self,
+        *,
+        worker_id: _builtins.str = ...,
+        incarnation: _builtins.str = ...,
+        address: _builtins.str = ...,
+        num_tokens: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "incarnation", b"incarnation", "num_tokens", b"num_tokens", "worker_id", b"worker_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PrefixHolder: _TypeAlias = PrefixHolder  # noqa: Y015
+
+@_typing.final
 class PrefillJob(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     JOB_FIELD_NUMBER: _builtins.int
     DECODE_FIELD_NUMBER: _builtins.int
+    PREFIX_HOLDERS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def job(self) -> _common_pb2.GenerationJob: ...
     @_builtins.property
     def decode(self) -> _containers.RepeatedCompositeFieldContainer[Global___DecodeTarget]:
         """Decode workers to try, best first."""
 
+    @_builtins.property
+    def prefix_holders(self) -> _containers.RepeatedCompositeFieldContainer[Global___PrefixHolder]:
+        """Hints: whom the prefill worker may ask for KV instead of computing it. Others than itself; may be empty."""
+
     def __init__(
         self,
         *,
         job: _common_pb2.GenerationJob | None = ...,
         decode: _abc.Iterable[Global___DecodeTarget] | None = ...,
+        prefix_holders: _abc.Iterable[Global___PrefixHolder] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["job", b"job"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode", b"decode", "job", b"job"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode", b"decode", "job", b"job", "prefix_holders", b"prefix_holders"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -347,6 +384,8 @@ class FirstToken(_message.Message):
     PREFILL_S_FIELD_NUMBER: _builtins.int
     CACHED_TOKENS_FIELD_NUMBER: _builtins.int
     LOGPROBS_FIELD_NUMBER: _builtins.int
+    FETCHED_TOKENS_FIELD_NUMBER: _builtins.int
+    FETCH_S_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     attempt: _builtins.int
     index: _builtins.int
@@ -359,6 +398,11 @@ class FirstToken(_message.Message):
     prefill_s: _builtins.float
     """Seconds of compute, sampling included."""
     cached_tokens: _builtins.int
+    """Leading tokens whose KV was not computed for this request."""
+    fetched_tokens: _builtins.int
+    """Part of cached_tokens that came from another worker for this request."""
+    fetch_s: _builtins.float
+    """Part of queue_s in which the request waited for those tokens, also if they did not come."""
     @_builtins.property
     def logprobs(self) -> _common_pb2.Logprobs:
         """Of this token, if the job asked for it."""
@@ -375,10 +419,12 @@ class FirstToken(_message.Message):
         prefill_s: _builtins.float = ...,
         cached_tokens: _builtins.int = ...,
         logprobs: _common_pb2.Logprobs | None = ...,
+        fetched_tokens: _builtins.int = ...,
+        fetch_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["logprobs", b"logprobs"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "cached_tokens", b"cached_tokens", "finish_reason", b"finish_reason", "index", b"index", "logprobs", b"logprobs", "prefill_s", b"prefill_s", "queue_s", b"queue_s", "request_id", b"request_id", "token_id", b"token_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "cached_tokens", b"cached_tokens", "fetch_s", b"fetch_s", "fetched_tokens", b"fetched_tokens", "finish_reason", b"finish_reason", "index", b"index", "logprobs", b"logprobs", "prefill_s", b"prefill_s", "queue_s", b"queue_s", "request_id", b"request_id", "token_id", b"token_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

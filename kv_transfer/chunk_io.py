@@ -1,0 +1,132 @@
+"""How the chunks of a pair of workers map to the memory of each: what to read at P, where to put it at D.
+
+Between equal sides the payload is the memory itself and nobody copies. Otherwise D converts: it decodes what P encoded
+(`kv_codec.py`) and moves it from P's blocks into its own (`reblock.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+
+from kv_transfer import kv_codec
+from kv_transfer.kv_codec import Bits, PayloadError
+from kv_transfer.plan import Chunk
+from kv_transfer.reblock import by_token, reblock, same_blocks
+from kv_transfer.wire_format import SCALE_NBYTES, WireFormat
+from pdserve.kv_layout import HeadRange, KvBlockStore, KvLayout
+
+
+class ChunkIo(Protocol):
+    """One side of a link. Any thread may call it, for blocks that the caller owns at that moment.
+
+    `blocks` are all blocks of the sequence on this side.
+    """
+
+    def read(self, blocks: Sequence[int], chunk: Chunk) -> list[memoryview]:
+        """The payload of a chunk, at P: views of the pool where possible.
+
+        Raises HandoffError if its values cannot be encoded.
+        """
+
+    def views(self, blocks: Sequence[int], chunk: Chunk) -> list[memoryview] | None:
+        """Where the payload goes, at D: writable, in order of the payload. None if only `write` can."""
+
+    def write(self, blocks: Sequence[int], chunk: Chunk, payload: memoryview) -> None:
+        """Put a payload in place, at D. Raises PayloadError, with nothing written, if it cannot be what P had."""
+
+
+def prefill_io(store: KvBlockStore, wire: WireFormat) -> ChunkIo:
+    """The sending side of a link; `store` has the blocks that `wire` describes."""
+    assert same_blocks(store.layout, wire.layout), "the wire has the sender's blocks"
+    return _Io(store, wire)
+
+
+def decode_io(store: KvBlockStore, wire: WireFormat) -> ChunkIo:
+    """The receiving side of a link."""
+    assert store.layout.block_size == wire.receiver_block_size, "the wire was negotiated for other blocks"
+    return _Io(store, wire)
+
+
+class _Io:
+    """Implements `ChunkIo` for a store at either end of `wire`."""
+
+    def __init__(self, store: KvBlockStore, wire: WireFormat) -> None:
+        self._store = store
+        self._wire = wire
+        self._same_blocks = same_blocks(store.layout, wire.layout)
+
+    def read(self, blocks: Sequence[int], chunk: Chunk) -> list[memoryview]:
+        """See `ChunkIo`."""
+        ids = blocks[chunk.block_begin : chunk.block_end]
+        pieces = self._store.read(ids, chunk.layer_begin, chunk.layer_end, self._heads(chunk))
+        codec = self._wire.codec
+        if codec == "none":
+            return pieces
+        layout = self._wire.layout
+        stored = np.frombuffer(bytearray().join(pieces), kv_codec.bits_type(layout.dtype)).reshape(
+            _shape(layout, chunk)
+        )
+        values = kv_codec.to_float32(stored, layout.dtype)
+        _clear_after(values, layout, chunk)
+        scales, codes = kv_codec.encode(values, codec)
+        return [scales.astype("<f4", copy=False).data.cast("B"), codes.data.cast("B")]
+
+    def views(self, blocks: Sequence[int], chunk: Chunk) -> list[memoryview] | None:
+        """See `ChunkIo`."""
+        if not self._same_blocks or not self._wire.exact:
+            return None
+        return self._store.views(
+            self._own_blocks(blocks, chunk), chunk.layer_begin, chunk.layer_end, self._heads(chunk)
+        )
+
+    def write(self, blocks: Sequence[int], chunk: Chunk, payload: memoryview) -> None:
+        """See `ChunkIo`."""
+        if payload.nbytes != chunk.nbytes:
+            raise PayloadError(f"chunk {chunk.seq}: payload of {payload.nbytes} bytes, the plan says {chunk.nbytes}")
+        if not self._same_blocks or not self._wire.exact:
+            bits = self._decode(chunk, payload)
+            if not self._same_blocks:
+                bits = reblock(bits, self._wire.layout, self._store.layout, chunk.token_begin, chunk.token_end)
+            payload = bits.data.cast("B")
+        ids = self._own_blocks(blocks, chunk)
+        self._store.write(ids, chunk.layer_begin, chunk.layer_end, payload, self._heads(chunk))
+
+    def _decode(self, chunk: Chunk, payload: memoryview) -> Bits:
+        """[blocks of the sender, layers, 2, heads, values]"""
+        layout, codec = self._wire.layout, self._wire.codec
+        shape = _shape(layout, chunk)
+        if codec == "none":
+            return np.frombuffer(payload, kv_codec.bits_type(layout.dtype)).reshape(shape)
+        scales_nbytes = int(np.prod(shape[:-1])) * SCALE_NBYTES
+        scales = np.frombuffer(payload[:scales_nbytes], "<f4").reshape(shape[:-1])
+        codes = np.frombuffer(payload[scales_nbytes:], np.uint8).reshape(shape)
+        return kv_codec.decode(scales, codes, codec, layout.dtype)
+
+    def _own_blocks(self, blocks: Sequence[int], chunk: Chunk) -> Sequence[int]:
+        """Those of `blocks`, all of this side, that the chunk's tokens lie in."""
+        size = self._store.layout.block_size
+        return blocks[chunk.token_begin // size : -(-chunk.token_end // size)]
+
+    def _heads(self, chunk: Chunk) -> HeadRange:
+        return (chunk.head_begin, chunk.head_end)
+
+
+def _shape(layout: KvLayout, chunk: Chunk) -> tuple[int, int, int, int, int]:
+    """Of the values of a chunk."""
+    return (
+        chunk.block_end - chunk.block_begin,
+        chunk.layer_end - chunk.layer_begin,
+        2,
+        chunk.head_end - chunk.head_begin,
+        layout.block_size * layout.head_dim,
+    )
+
+
+def _clear_after(values: kv_codec.Float32, layout: KvLayout, chunk: Chunk) -> None:
+    """Zeros behind the last token: what an earlier owner of the block left there must not have a say in the scales."""
+    used = chunk.token_end - (chunk.block_end - 1) * layout.block_size
+    for part, order in ((0, layout.k_order), (1, layout.v_order)):
+        by_token(values[-1:, :, part], layout.block_size, order)[..., used:, :] = 0.0

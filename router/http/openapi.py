@@ -1,0 +1,134 @@
+"""The OpenAPI document, and a page that shows it without a line of anybody else's code."""
+
+from __future__ import annotations
+
+import html
+import json
+from collections.abc import Mapping
+from typing import Any, Final
+
+from pydantic import BaseModel
+from pydantic.json_schema import models_json_schema
+
+import pdserve
+from router.http import responses
+from router.http.operations import OPERATIONS, Operation
+
+_REF: Final = "#/components/schemas/{model}"
+_DESCRIPTION: Final = "OpenAI-compatible API of pdserve. The same requests, typed, are served over gRPC."
+
+
+def openapi_document() -> dict[str, Any]:
+    """OpenAPI 3.1."""
+    bodies = [(op.body, "validation") for op in OPERATIONS if op.body is not None]
+    answers = [(op.answer, "validation") for op in OPERATIONS if op.answer is not None]
+    models: list[tuple[type[BaseModel], Any]] = [*bodies, *answers, (responses.Error, "validation")]
+    refs, definitions = models_json_schema(models, ref_template=_REF)
+    paths: dict[str, dict[str, Any]] = {}
+    for op in OPERATIONS:
+        paths.setdefault(op.path.replace(":path}", "}"), {})[op.method.lower()] = _operation(op, refs)
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": "pdserve", "version": pdserve.__version__, "description": _DESCRIPTION},
+        "paths": paths,
+        "components": {"schemas": definitions["$defs"]},
+    }
+
+
+def _operation(op: Operation, refs: Mapping[Any, Mapping[str, Any]]) -> dict[str, Any]:
+    """`refs`: (model, "validation") -> reference to its schema."""
+    content: dict[str, Any] = {}
+    if op.answer is not None:
+        content["application/json"] = {"schema": refs[op.answer, "validation"]}
+    if op.streams:
+        content["text/event-stream"] = {"schema": {"type": "string"}}
+    if op.name == "openapi":
+        content["application/json"] = {"schema": {"type": "object"}}
+    if op.name == "docs":
+        content["text/html"] = {"schema": {"type": "string"}}
+    error = {"application/json": {"schema": refs[responses.Error, "validation"]}}
+    result: dict[str, Any] = {
+        "operationId": op.name,
+        "summary": op.summary,
+        "tags": [op.tag],
+        "responses": {
+            "200": {"description": "Done.", **({"content": content} if content else {})},
+            **{str(status): {"description": "Refused or failed.", "content": error} for status in sorted(op.errors)},
+        },
+    }
+    if op.name == "health":
+        result["responses"]["503"] = {"description": "No usable workers, or stopping."}
+    if op.body is not None:
+        result["requestBody"] = {
+            "required": True,
+            "content": {"application/json": {"schema": refs[op.body, "validation"]}},
+        }
+    if op.parameter is not None:
+        result["parameters"] = [{"name": op.parameter, "in": "path", "required": True, "schema": {"type": "string"}}]
+    return result
+
+
+def docs_page(document: Mapping[str, Any]) -> str:
+    """HTML for people: every operation with the fields of its body and of its answer."""
+    schemas = document["components"]["schemas"]
+    parts = []
+    for path, methods in document["paths"].items():
+        for method, op in methods.items():
+            parts.append(
+                f"<h2><code>{method.upper()} {html.escape(path)}</code></h2><p>{html.escape(op['summary'])}</p>"
+            )
+            body = op.get("requestBody", {}).get("content", {}).get("application/json")
+            if body is not None:
+                parts.append("<h3>Body</h3>" + _fields(body["schema"], schemas))
+            answer = op["responses"]["200"].get("content", {}).get("application/json")
+            if answer is not None and "$ref" in answer["schema"]:
+                parts.append("<h3>Answer</h3>" + _fields(answer["schema"], schemas))
+            codes = ", ".join(code for code in op["responses"] if code != "200")
+            if codes:
+                parts.append(f"<p>Errors: {codes}</p>")
+    return _PAGE.format(version=html.escape(document["info"]["version"]), body="\n".join(parts))
+
+
+def _fields(reference: Mapping[str, Any], schemas: Mapping[str, Any]) -> str:
+    schema = schemas[reference["$ref"].rpartition("/")[2]]
+    required = schema.get("required", ())
+    rows = []
+    for name, field in schema.get("properties", {}).items():
+        mark = " *" if name in required else ""
+        rows.append(
+            f"<tr><td><code>{html.escape(name)}</code>{mark}</td><td><code>{html.escape(_type(field))}</code></td>"
+            f"<td>{html.escape(field.get('description', ''))}</td></tr>"
+        )
+    return f"<table><tr><th>field</th><th>type</th><th></th></tr>{''.join(rows)}</table>"
+
+
+def _type(field: Mapping[str, Any]) -> str:
+    if "anyOf" in field:
+        return " | ".join(_type(one) for one in field["anyOf"])
+    if "$ref" in field:
+        return str(field["$ref"]).rpartition("/")[2]
+    if "const" in field or "enum" in field:
+        return " | ".join(json.dumps(value) for value in field.get("enum", [field.get("const")]))
+    if field.get("type") == "array":
+        return f"[{_type(field.get('items', {}))}]"
+    bounds = [f"{sign} {field[key]:g}" for key, sign in _BOUNDS if key in field]
+    return " ".join([str(field.get("type", "any")), ", ".join(bounds)]).strip()
+
+
+_BOUNDS: Final = (("minimum", ">="), ("exclusiveMinimum", ">"), ("maximum", "<="), ("exclusiveMaximum", "<"))
+
+_PAGE: Final = """<!doctype html>
+<html lang="en"><head><meta charset="utf-8"><title>pdserve {version}</title><style>
+body {{ font: 15px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem; }}
+table {{ border-collapse: collapse; }} td, th {{ text-align: left; vertical-align: top; padding: 2px 12px 2px 0; }}
+h2 {{ margin-top: 2.5rem; border-top: 1px solid #ccc; padding-top: 1rem; }}
+pre {{ background: #f4f4f4; padding: 1rem; }}
+</style></head><body>
+<h1>pdserve {version}</h1>
+<p>An OpenAI-compatible API; <a href="openapi.json">openapi.json</a> is this page for programs. Fields with * are
+needed. Fields of OpenAI's API that are not listed are refused where they would change the answer, and else ignored.</p>
+<pre>curl -N http://HOST:PORT/v1/chat/completions -H 'Content-Type: application/json' \\
+  -d '{{"messages": [{{"role": "user", "content": "Why is the sky blue?"}}], "max_tokens": 64, "stream": true}}'</pre>
+{body}
+</body></html>
+"""

@@ -1,0 +1,91 @@
+"""Every endpoint once, with what the OpenAPI document says of it: routes and document are made from the same list."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+from pydantic import BaseModel
+
+from router.http import responses
+from router.http.fields import Body, ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
+
+_BODY: Final = (400, 404, 408, 413, 415)
+_WORK: Final = (*_BODY, 409, 429, 499, 500, 503, 504)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Operation:
+    """One method of one path."""
+
+    name: str
+    """Unique: the operation's id."""
+    method: str
+    path: str
+    summary: str
+    body: type[Body] | None = None
+    answer: type[BaseModel] | None = None
+    """None: empty, or not JSON."""
+    streams: bool = False
+    """Whether the answer may be server-sent events."""
+    errors: tuple[int, ...] = ()
+    tag: str = "server"
+
+    @property
+    def parameter(self) -> str | None:
+        """The part of the path in braces."""
+        _, brace, rest = self.path.partition("{")
+        return rest.partition("}")[0].partition(":")[0] if brace else None
+
+
+OPERATIONS: Final = (
+    Operation(
+        name="chat", method="POST", path="/v1/chat/completions", tag="generate",
+        summary="Answer a chat.",
+        body=ChatBody, answer=responses.ChatCompletion, streams=True, errors=_WORK,
+    ),
+    Operation(
+        name="completion", method="POST", path="/v1/completions", tag="generate",
+        summary="Continue one or several prompts, texts or token ids.",
+        body=CompletionBody, answer=responses.Completion, streams=True, errors=_WORK,
+    ),
+    Operation(
+        name="request_info", method="GET", path="/v1/requests/{request_id}", tag="requests",
+        summary="State of a request that runs or ended recently.",
+        answer=responses.RequestInfo, errors=(400, 404, 503),
+    ),
+    Operation(
+        name="cancel_request", method="DELETE", path="/v1/requests/{request_id}", tag="requests",
+        summary="Cancel a request of this router.",
+        answer=responses.Cancelled, errors=(400, 404, 503),
+    ),
+    Operation(
+        name="models", method="GET", path="/v1/models", tag="models",
+        summary="The models that are served.", answer=responses.Models,
+    ),
+    Operation(
+        name="model", method="GET", path="/v1/models/{model_id:path}", tag="models",
+        summary="One model.", answer=responses.Model, errors=(404,),
+    ),
+    Operation(
+        name="tokenize", method="POST", path="/tokenize", tag="tokenizer",
+        summary="Token ids of a text or a chat.", body=TokenizeBody, answer=responses.Tokens, errors=_BODY,
+    ),
+    Operation(
+        name="detokenize", method="POST", path="/detokenize", tag="tokenizer",
+        summary="Text of token ids.", body=DetokenizeBody, answer=responses.Detokenized, errors=_BODY,
+    ),
+    Operation(
+        name="tokenizer_info", method="GET", path="/tokenizer_info", tag="tokenizer",
+        summary="Special tokens and chat template.", answer=responses.TokenizerInfo,
+    ),
+    Operation(
+        name="health", method="GET", path="/health",
+        summary="200 while new requests find workers, 503 otherwise. The body is empty.",
+    ),
+    Operation(
+        name="version", method="GET", path="/version", summary="Version of pdserve.", answer=responses.Version,
+    ),
+    Operation(name="openapi", method="GET", path="/openapi.json", summary="This document."),
+    Operation(name="docs", method="GET", path="/docs", summary="This document for people."),
+)  # fmt: skip

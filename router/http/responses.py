@@ -1,0 +1,210 @@
+"""Answers as types, for the OpenAPI document. They are written without them: these say what clients may count on."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict
+
+
+class Answer(BaseModel):
+    """Base of all answers. Fields may be added."""
+
+    model_config = ConfigDict(extra="allow", use_attribute_docstrings=True)
+
+
+class ErrorDetail(Answer):
+    """What is wrong."""
+
+    message: str
+    type: str
+    """`invalid_request_error`, `rate_limit_error` or `server_error`."""
+    param: str | None
+    """Path of the field at fault, if one is."""
+    code: str
+    """A code of docs/protocol.md, or OpenAI's own name for it."""
+
+
+class Error(Answer):
+    """Every answer that is not 200."""
+
+    error: ErrorDetail
+
+
+class PromptTokensDetails(Answer):
+    """Part of `Usage`."""
+
+    cached_tokens: int
+    """Prompt tokens taken from a prefix cache."""
+
+
+class Usage(Answer):
+    """Token counts of a whole answer."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    """Drawn tokens, the one that ended the output included."""
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
+
+
+class TopLogprob(Answer):
+    """One of the most likely tokens at a place."""
+
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class TokenLogprob(TopLogprob):
+    """The token at a place."""
+
+    top_logprobs: list[TopLogprob]
+
+
+class ChatLogprobs(Answer):
+    """Log-probabilities of one choice of a chat."""
+
+    content: list[TokenLogprob]
+    refusal: None
+
+
+class CompletionLogprobs(Answer):
+    """Log-probabilities of one choice of a plain completion: parallel lists."""
+
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    """null for the first token of an echoed prompt."""
+    top_logprobs: list[dict[str, float] | None]
+    text_offset: list[int]
+
+
+class Choice(Answer):
+    """What all choices have."""
+
+    index: int
+    finish_reason: Literal["stop", "length"]
+    stop_reason: str | int | None
+    """The stop string or the id of the token that ended the output."""
+
+
+class ChatMessage(Answer):
+    """What the model said."""
+
+    role: Literal["assistant"]
+    content: str
+    refusal: None
+
+
+class ChatChoice(Choice):
+    """One output of a chat."""
+
+    message: ChatMessage
+    logprobs: ChatLogprobs | None
+
+
+class ChatCompletion(Answer):
+    """Answer of /v1/chat/completions."""
+
+    id: str
+    """Also the request's name for /v1/requests; with several choices theirs are `{id}:0`, `{id}:1`, ..."""
+    object: Literal["chat.completion"]
+    created: int
+    """Unix time in seconds."""
+    model: str
+    choices: list[ChatChoice]
+    usage: Usage
+
+
+class CompletionChoice(Choice):
+    """One output of a plain completion."""
+
+    text: str
+    logprobs: CompletionLogprobs | None
+
+
+class Completion(Answer):
+    """Answer of /v1/completions."""
+
+    id: str
+    object: Literal["text_completion"]
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    usage: Usage
+
+
+class Model(Answer):
+    """A model that is served."""
+
+    id: str
+    object: Literal["model"]
+    created: int
+    owned_by: str
+    max_model_len: int
+    """Longest sequence that can be served now, prompt and output, in tokens."""
+
+
+class Models(Answer):
+    """Answer of /v1/models."""
+
+    object: Literal["list"]
+    data: list[Model]
+
+
+class Tokens(Answer):
+    """Answer of /tokenize."""
+
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str | None] | None
+
+
+class Detokenized(Answer):
+    """Answer of /detokenize."""
+
+    prompt: str
+
+
+class TokenizerInfo(Answer):
+    """Answer of /tokenizer_info."""
+
+    tokenizer_class: str
+    vocab_size: int
+    bos_token: str | None
+    eos_token: str | None
+    pad_token: str | None
+    add_bos_token: bool
+    chat_template: str | None
+
+
+class RequestInfo(Answer):
+    """A request that runs or ended recently."""
+
+    id: str
+    object: Literal["request"]
+    state: str
+    """QUEUED, PREFILLING, TRANSFERRING, DECODING, FINISHED, CANCELLED or FAILED."""
+    attempt: int
+    router_id: str
+    prefill_worker: str
+    decode_worker: str
+    prompt_tokens: int
+    completion_tokens: int
+    error_code: str | None
+
+
+class Cancelled(Answer):
+    """Answer of DELETE /v1/requests/{request_id}."""
+
+    id: str
+    object: Literal["request"]
+    cancelled: bool
+    """False if it had ended already."""
+
+
+class Version(Answer):
+    """Answer of /version."""
+
+    version: str
