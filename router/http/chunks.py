@@ -22,6 +22,8 @@ KEEP_ALIVE: Final = b": keep-alive\n\n"
 """A comment. Clients drop it, as long as no event has an `id`: with one, OpenAI's own client takes the empty line after
 the comment for an event."""
 
+_NOT_YET: Final = '"finish_reason":null'
+
 _encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
 
 
@@ -141,9 +143,6 @@ class CompletionChunks:
             logprobs = _encode(joined([self._lists.first(prompt_ids[0]), self._lists.of(self._prompt_logprobs)]))
         ids = f',"prompt_token_ids":{_encode(prompt_ids)}' if self._token_ids else ""
         return (f'"text":{_encode(self._echo or "")},"logprobs":{logprobs},{_NOT_YET}{ids}',)
-
-
-_NOT_YET: Final = '"finish_reason":null'
 
 
 def _ending(summary: Summary) -> str:

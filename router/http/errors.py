@@ -101,5 +101,7 @@ async def on_http_exception(request: Request, error: Exception) -> Response:
 
 
 async def on_bug(request: Request, error: Exception) -> Response:
-    """Any other exception. The server logs it with its traceback."""
-    return error_response(InternalError(f"internal error in {request.method} {request.url.path[:256]}"))
+    """Any other exception. The server logs it with its traceback, and closes the connection."""
+    response = error_response(InternalError(f"internal error in {request.method} {request.url.path[:256]}"))
+    response.headers["Connection"] = "close"
+    return response

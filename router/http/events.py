@@ -36,6 +36,7 @@ class EventStream:
         self, generation: Generation, tokenizer: Tokenizer, make: MakeChunks, *, created: int, model: str
     ) -> None:
         plan = generation.plan
+        self._generation = generation
         self._plan = plan
         self._choices = generation.choices
         self._chunks = [make(tokenizer, choice) for choice in generation.choices]
@@ -82,8 +83,9 @@ class EventStream:
                 return
             except Exception:
                 log.exception("internal error in request %s", self._plan.request_id)
-                client.stop_keep_alive()
                 failure = InternalError(f"internal error in request {self._plan.request_id}")
+                self._generation.fail(failure)
+                client.stop_keep_alive()
                 await client.send(_body(_error_event(failure), more=False))
                 return
         if self._plan.include_usage:

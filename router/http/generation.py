@@ -83,10 +83,10 @@ class Generation:
             await self._begin()
             yield
         except PdServeError as error:
-            self._fail(error)
+            self.fail(error)
             raise self.plan.names.renamed(error) from None
         except Exception:
-            self._fail(InternalError(f"internal error in request {self.plan.request_id}"))
+            self.fail(InternalError(f"internal error in request {self.plan.request_id}"))
             raise
         finally:
             self.client_gone()
@@ -96,7 +96,8 @@ class Generation:
         for request in self._admitted:
             request.client_gone()
 
-    def _fail(self, error: PdServeError) -> None:
+    def fail(self, error: PdServeError) -> None:
+        """End what has not ended with `error`."""
         for request in self._admitted:
             request.fail(error)
 

@@ -18,6 +18,7 @@ from pdserve.store.client import Store
 from pdserve.testing.fake_worker_base import generate
 from pdserve.testing.http_rig import events_of, http_client, make_chat_model, openai_client
 from pdserve.testing.router_rig import EOS, MODEL, NEXT_TOKEN, PROMPT, RouterRigs, ask, expected
+from pdserve.testing.waiting import eventually
 from router.http import responses
 
 CHAT = [{"role": "user", "content": "hello"}]
@@ -435,6 +436,30 @@ async def test_an_error_after_the_first_token_is_an_event_after_what_came_before
         assert len(text) == 3
 
 
+async def test_a_bug_fails_its_request_alone_and_is_logged_with_its_traceback(
+    rigs: RouterRigs, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken(*_: Any) -> Any:
+        raise ValueError("a bug")
+
+    async with rigs.start() as rig, http_client(rig.router.http_address) as client:
+        body = {"prompt": list(PROMPT), "max_tokens": 3}
+        for place, stream in (("chunks.CompletionChunks.more", True), ("answers.CompletionShape.choice", False)):
+            with monkeypatch.context() as patched:
+                patched.setattr(f"router.http.{place}", broken)
+                answer = await client.post(
+                    "/v1/completions", json=body | {"stream": stream, "request_id": f"b{stream}"}
+                )
+            error = (events_of(answer.text)[-1] if stream else answer.json())["error"]
+            assert answer.status_code == (200 if stream else 500)
+            assert (error["type"], error["code"]) == ("server_error", "internal")
+            assert "a bug" not in answer.text
+            await eventually(lambda: caplog.text.count("ValueError: a bug") == 1, "it is logged once")
+            caplog.clear()
+            await rig.wait_state(f"b{stream}", "FAILED", "FINISHED")
+        assert (await client.post("/v1/completions", json=body)).status_code == 200
+
+
 async def test_unknown_fields_are_ignored_with_one_line_that_names_them(
     rigs: RouterRigs, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -519,7 +544,7 @@ async def test_models_health_and_version(rigs: RouterRigs) -> None:
         assert (await client.get("/version")).json()["version"]
         assert (await client.get("/nowhere")).status_code == 404
         wrong = await client.put("/v1/models")
-        assert (wrong.status_code, wrong.headers["allow"]) == (405, "GET, HEAD")
+        assert (wrong.status_code, set(wrong.headers["allow"].split(", "))) == (405, {"GET", "HEAD"})
         assert wrong.json()["error"]["type"] == "invalid_request_error"
 
 
