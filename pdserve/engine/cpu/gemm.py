@@ -118,8 +118,9 @@ def gemm(w, matrix, bias, begin, end, x, xq, xs, xpair, first, behind, y, column
                 b = matrix[4] + (tile + i) * ROWS if matrix[4] >= 0 else np.int64(-1)
                 for t in range(left, right, most):
                     m = min(most, right - t)
-                    # While the first tokens meet a strip, it comes from memory; later, memory is idle.
-                    ahead = strip_nbytes if t == left + most and strip + 1 < end else 0
+                    # While the first tokens meet a strip, it comes from memory; later, memory is idle. Behind the last
+                    # strip lies what is read next, more often than not.
+                    ahead = strip_nbytes if t == left + most else 0
                     if kind == Q8_0:
                         product_q8(
                             n, m, w, at, i, width, ahead, blocks, xq, xs, xpair, t, y, o, ldy, bias, b, accumulate

@@ -134,3 +134,14 @@ def gate_block(g, up, at, tiles, out, out_at, quantized, xq, q_at, xs, xpair, s_
     else:
         v.store(out, out_at, low)
         v.store(out, out_at + 16, high)
+
+
+@njit(**OPTIONS)
+def gate_strip(g, up, tokens, tiles, out, at, stride, quantized, xq, xs, xpair):
+    """`gate_block` of a strip's 32 columns for some tokens: rows of 32 in g and up, rows of `stride` in the output.
+
+    A function of its own: numba would not inline the block into a function as large as the step.
+    """
+    for t in range(tokens):
+        o = at + t * stride
+        gate_block(g, up, t * BLOCK, tiles, out, o, quantized, xq, o, xs, xpair, o // BLOCK)

@@ -15,7 +15,7 @@ from pdserve.engine.cpu.attention import attend, tile_tokens
 from pdserve.engine.cpu.formats import BLOCK, F16, ROWS, STRIP
 from pdserve.engine.cpu.gemm import TOKEN_BLOCK, gemm
 from pdserve.engine.cpu.jit import OPTIONS
-from pdserve.engine.cpu.ops import gate_block, quantize, rms_norm, rotate
+from pdserve.engine.cpu.ops import gate_strip, quantize, rms_norm, rotate
 from pdserve.engine.cpu.rendezvous import enter, leave
 from pdserve.engine.cpu.shape import (
     ATTENTION_PADDED,
@@ -79,6 +79,35 @@ def _clear(row, begin, end):
 
 
 @njit(**OPTIONS)
+def _enter(t0, t1, y, width, heads, kv_heads, head_dim, floats, norms, layer, eps, cos, sin, positions, slots, kv,
+           block_size, block_stride, layer_stride):  # fmt: skip
+    """What attention needs of tokens [t0, t1): rotated queries, already scaled, in y; K and V in the pool."""
+    half = head_dim // 2
+    scale = np.float32(1.0) / np.sqrt(np.float32(head_dim))
+    for t in range(t0, t1):
+        p = positions[t] * half
+        block = np.int64(slots[t]) // block_size
+        offset = np.int64(slots[t]) % block_size
+        for h in range(heads):
+            at = t * width + h * head_dim
+            if norms[layer, 2] >= 0:
+                rms_norm(y, at, floats, norms[layer, 2], head_dim, head_dim, eps, y, at)
+            rotate(y, at, half, cos, sin, p, scale)
+        for h in range(kv_heads):
+            at = t * width + (heads + h) * head_dim
+            if norms[layer, 3] >= 0:
+                rms_norm(y, at, floats, norms[layer, 3], head_dim, head_dim, eps, y, at)
+            rotate(y, at, half, cos, sin, p, np.float32(1.0))
+            k_base = block * block_stride + layer * layer_stride + h * head_dim * block_size
+            for i in range(head_dim):
+                kv[k_base + i * block_size + offset] = v.half_bits(y[at + i])
+            v_at = t * width + (heads + kv_heads + h) * head_dim
+            v_base = k_base + kv_heads * head_dim * block_size + offset * head_dim
+            for i in range(0, head_dim, 16):
+                v.store_half(kv, v_base + i, v.load(y, v_at + i))
+
+
+@njit(**OPTIONS)
 def step(board, run, goal, yields, thread, threads, counters, layer_begin, layer_end, shape, arena, matrices, floats,
          norms, cos, sin, positions, sequence, slots, tables, items, logit_rows, eps, kv, x, xn, xq, xs, xpair, inner,
          inner_q, inner_s, inner_pair, y, scratch, logits):  # fmt: skip
@@ -103,15 +132,12 @@ def step(board, run, goal, yields, thread, threads, counters, layer_begin, layer
     ap = shape[ATTENTION_PADDED]
     width = shape[QKV_WIDTH]
     group = heads // kv_heads
-    half = head_dim // 2
     tokens = len(positions)
     table_width = tables.shape[1]
     flat_tables = tables.reshape(-1)
     head_stride = head_dim * block_size
     layer_stride = 2 * kv_heads * head_stride
     block_stride = layers * layer_stride
-    scale = np.float32(1.0) / np.sqrt(np.float32(head_dim))
-    one = np.float32(1.0)
     my_scratch = scratch[thread]
     # Not used at the same time as by attention.
     my_gate = my_scratch[: TOKEN_BLOCK * BLOCK]
@@ -138,29 +164,10 @@ def step(board, run, goal, yields, thread, threads, counters, layer_begin, layer
             gemm(arena, matrices[m + i], floats, b, e, xn, xq, xs, xpair, start, tokens, y, column, width, fresh)
             column += matrices[m + i, 2] * ROWS
         passed = barrier(counters, threads, passed)
-        k_column = heads * head_dim
-        v_column = k_column + kv_heads * head_dim
-        for t in range(t0, t1):
-            p = positions[t] * half
-            block = np.int64(slots[t]) // block_size
-            offset = np.int64(slots[t]) % block_size
-            for h in range(heads):
-                at = t * width + h * head_dim
-                if norms[layer, 2] >= 0:
-                    rms_norm(y, at, floats, norms[layer, 2], head_dim, head_dim, eps, y, at)
-                rotate(y, at, half, cos, sin, p, scale)
-            for h in range(kv_heads):
-                at = t * width + k_column + h * head_dim
-                if norms[layer, 3] >= 0:
-                    rms_norm(y, at, floats, norms[layer, 3], head_dim, head_dim, eps, y, at)
-                rotate(y, at, half, cos, sin, p, one)
-                k_base = block * block_stride + layer * layer_stride + h * head_stride
-                for i in range(head_dim):
-                    kv[k_base + i * block_size + offset] = v.half_bits(y[at + i])
-                v_at = t * width + v_column + h * head_dim
-                v_base = k_base + kv_heads * head_stride + offset * head_dim
-                for i in range(0, head_dim, 16):
-                    v.store_half(kv, v_base + i, v.load(y, v_at + i))
+        _enter(
+            t0, t1, y, width, heads, kv_heads, head_dim, floats, norms, layer, eps, cos, sin, positions, slots, kv,
+            block_size, block_stride, layer_stride,
+        )  # fmt: skip
         passed = barrier(counters, threads, passed)
         count = len(items) * kv_heads
         n = v.fetch_add(counters, 1 + layer, np.int64(1))
@@ -208,12 +215,10 @@ def step(board, run, goal, yields, thread, threads, counters, layer_begin, layer
                     gate_width, fresh,
                 )  # fmt: skip
                 tiles = matrices[m + GATE, 2] - strip * STRIP
-                for t in range(first, behind):
-                    at = t * fp + strip * BLOCK
-                    gate_block(
-                        my_gate, my_up, (t - first) * BLOCK, tiles, inner, at, quantized, inner_q, at, inner_s,
-                        inner_pair, at // BLOCK,
-                    )  # fmt: skip
+                gate_strip(
+                    my_gate, my_up, behind - first, tiles, inner, first * fp + strip * BLOCK, fp, quantized, inner_q,
+                    inner_s, inner_pair,
+                )  # fmt: skip
         passed = barrier(counters, threads, passed)
         b, e = share_strips(matrices[m + DOWN, 2], thread, threads)
         gemm(
