@@ -255,7 +255,7 @@ class PrefillLink:
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(self._closing.wait(), min(next(pauses), deadline - now))
             if not self._closing.is_set() and (is_silent or time.monotonic() >= deadline):
-                return WorkerLostError(f"{self._peer} does not answer: {reason}")
+                return WorkerLostError(f"{self._peer} cannot be reached: {reason}")
         return None
 
     async def _session(self, link: LinkId, deadline: float) -> None:
@@ -290,6 +290,8 @@ class PrefillLink:
             await self._serve(call, self._poster, link)
         finally:
             self._outbox = None
+            # A stream alone is not enough: who answers but cannot be sent chunks would be tried for ever.
+            self._was_up = self._poster is not None and self._poster.has_transport
             if call is not None:
                 call.cancel()
             if lanes is not None:
@@ -328,7 +330,6 @@ class PrefillLink:
         watch = PeerWatch(self._config.peer_timeout_s, self._tick_s, time.monotonic())
         self._outbox = asyncio.Queue(maxsize=self._config.control_queue_size)
         self._overflowed = False
-        self._was_up = True
         try:
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(self._read_replies(call, watch, poster), name=f"kv-link-{link}-read")

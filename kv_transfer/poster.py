@@ -81,6 +81,11 @@ class ChunkPoster:
         """Whether the transport in use is."""
         return self._lane is not None and self._lane.kind.one_sided
 
+    @property
+    def has_transport(self) -> bool:
+        """Whether one has been found that works, at least at first."""
+        return self._lane is not None
+
     def wake(self) -> None:
         """The state of a hand-off has changed: perhaps a chunk can be posted."""
         self._work.set()

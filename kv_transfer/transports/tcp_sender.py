@@ -128,6 +128,9 @@ class TcpSender:
             if error is not None or len(done) == PIPELINE // 2 or self._jobs.empty():
                 loop.call_soon_threadsafe(self._done, done, error)
                 done = []
+        if done:
+            # The mark of the end was in the queue behind a frame that went out, so this seemed not to be the last one.
+            loop.call_soon_threadsafe(self._done, done, None)
         loop.call_soon_threadsafe(self._ended.set)
 
 

@@ -374,6 +374,29 @@ async def test_a_fence_ends_a_post_that_the_network_does_not_take() -> None:
         listener.close()
 
 
+async def test_a_fence_gives_back_the_frame_that_went_out_a_moment_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """O-ABT-3. Its thread has sent it, but not said so, when the end comes into its queue."""
+    sent, may_go_on = threading.Event(), threading.Event()
+
+    def send(connection: socket.socket, chunk: Frame) -> None:
+        sent.set()
+        assert may_go_on.wait(5)
+
+    monkeypatch.setattr("kv_transfer.transports.tcp_sender._send", send)
+    async with decode_side() as d:
+        sender = sender_for(d)
+        await sender.connect()
+        freed: list[bool] = []
+        chunk, _ = frame(0, 1)
+        await sender.post(chunk, lambda: freed.append(True))
+        await eventually(sent.is_set, "the thread has the frame")
+        fencing = asyncio.create_task(sender.fence())
+        await asyncio.sleep(0)
+        may_go_on.set()
+        await fencing
+        assert freed == [True]
+
+
 async def test_a_fenced_link_is_closed_for_good() -> None:
     async with decode_side() as d:
         d.ticket()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Sequence
 from dataclasses import replace
@@ -12,7 +13,7 @@ import pytest
 from kv_transfer import Handoff
 from kv_transfer.prefill_states import Committing, Pushing
 from kv_transfer.transports import TRANSPORTS
-from pdserve.errors import HandoffError, IncompatibleWorkersError, PdServeError
+from pdserve.errors import HandoffError, IncompatibleWorkersError, PdServeError, WorkerLostError
 from pdserve.testing.asyncio_leaks import assert_no_leaks
 from pdserve.testing.failing_transport import Failure, delayed, failing
 from pdserve.testing.faulty_transport import Fault, Faults, faulty
@@ -143,6 +144,21 @@ async def test_without_any_transport_that_works_the_hand_off_ends_with_a_typed_e
             await hand_over(p, d, range(3))
         assert isinstance(caught.value, HandoffError)
         assert not d.admission.committed
+        await eventually(lambda: not d.admission.held, "its reservation is released", 3)
+
+
+async def test_a_link_none_of_whose_transports_can_be_connected_is_given_up() -> None:
+    """A decode worker that answers, behind a firewall that lets no KV through, is not tried again for ever."""
+    p_info, d_info = infos("tcp")
+    async with (
+        assert_no_leaks(),
+        decode_worker(info=d_info, config=CONFIG_2) as d,
+        prefill_worker(info=p_info, config=CONFIG_2, kinds=[failing(TCP, Failure.UNREACHABLE)]) as p,
+    ):
+        with pytest.raises(WorkerLostError, match="no transport reaches the decode worker: unreachable"):
+            async with asyncio.timeout(4 * CONFIG_2.peer_timeout_s):
+                await hand_over(p, d, range(3))
+        await eventually(lambda: p.sender.stats.num_links == 0, "the link has ended", 3)
         await eventually(lambda: not d.admission.held, "its reservation is released", 3)
 
 
