@@ -85,6 +85,10 @@ class Committed:
     nonce: int
 
 
+STALE, STALE_MESSAGE = "stale_attempt", "this attempt has ended"
+"""Answer for a hand-off that ended for no fault of D's or of the way there."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Quarantined:
     """Aborted, but P's transport may still write. The blocks belong to nobody and must not be reused yet."""
@@ -93,6 +97,9 @@ class Quarantined:
     nonce: int
     link: LinkId
     since: float
+    code: str = STALE
+    message: str = STALE_MESSAGE
+    """Why it ended: P may hear of it only when it asks, if the link broke meanwhile."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,6 +110,8 @@ class Tomb:
     nonce: int
     committed: bool
     since: float
+    code: str = STALE
+    message: str = STALE_MESSAGE
 
 
 DecodeState = Absent | Reserved | Committed | Quarantined | Tomb

@@ -104,7 +104,7 @@ def _over(s: Quarantined | Tomb, e: DecodeEvent, now: float) -> Result:
     """Answer to whoever has not heard how it ended."""
     if isinstance(s, Tomb) and s.committed:
         return _commit_ack(s, e, now)
-    return s, (_gone(s, s.nonce, "stale_attempt", "this attempt has ended"),)
+    return s, (_gone(s, s.nonce, s.code, s.message),)
 
 
 def _commit_ack(s: Committed | Tomb, e: DecodeEvent, now: float) -> Result:
@@ -252,15 +252,18 @@ def _renew(s: Reserved, e: Renew, now: float) -> Result:
 
 
 def _tomb(s: DecodeState, nonce: int, now: float, *, committed: bool) -> Tomb:
-    return Tomb(terms=s.terms, nonce=nonce, committed=committed, since=now)
+    tomb = Tomb(terms=s.terms, nonce=nonce, committed=committed, since=now)
+    return replace(tomb, code=s.code, message=s.message) if isinstance(s, Quarantined) else tomb
 
 
 def _release(s: Reserved, code: str, message: str, now: float, *actions: DecodeAction) -> Result:
     """Give the blocks back: at once, or through quarantine where P's transport writes by itself."""
     tell = _gone(s, s.nonce, code, message)
     if s.terms.one_sided:
-        return Quarantined(terms=s.terms, nonce=s.nonce, link=s.link, since=now), (tell, *actions)
-    return _tomb(s, s.nonce, now, committed=False), (tell, *actions, ReleaseBlocks())
+        state = Quarantined(terms=s.terms, nonce=s.nonce, link=s.link, since=now, code=code, message=message)
+        return state, (tell, *actions)
+    tomb = replace(_tomb(s, s.nonce, now, committed=False), code=code, message=message)
+    return tomb, (tell, *actions, ReleaseBlocks())
 
 
 def _free_fenced(s: Reserved | Quarantined, e: DecodeEvent, now: float) -> Result:

@@ -209,6 +209,20 @@ def test_a_duplicate_chunk_is_acknowledged_but_not_stored() -> None:
     assert step(RESERVED, chunk(0), 0.0)[1] == (Send(ChunkAck(ID, NONCE, 0, 0)),)
 
 
+@pytest.mark.parametrize("one_sided", [False, True])
+def test_a_sender_that_missed_the_reason_hears_it_when_it_asks_again(one_sided: bool) -> None:
+    """Ending a hand-off over damage fences the link, which may cut off the very message that says why."""
+    state: DecodeState = replace(RESERVED, terms=ONE_SIDED if one_sided else TERMS)
+    for _ in range(MAX_NAKS + 1):
+        state, _ = step(state, chunk(1, fault="checksum differs"), 1.0)
+    for _ in range(2):
+        state, actions = step(state, ask(link=NEWER_LINK), 2.0)
+        (gone,) = [a.message for a in actions if isinstance(a, Send)]
+        assert isinstance(gone, Gone) and gone.code == "handoff_failed" and "checksum differs" in gone.message
+        state, _ = step(state, Quiet(ID, NONCE), 3.0)
+    assert isinstance(state, Tomb)
+
+
 def test_a_chunk_that_keeps_arriving_damaged_ends_the_reservation_and_fences_the_link() -> None:
     state: DecodeState = RESERVED
     for _ in range(MAX_NAKS):
