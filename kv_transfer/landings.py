@@ -6,6 +6,7 @@ Finds the ticket that a frame belongs to, and brings what has become of frames i
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,6 +15,8 @@ from kv_transfer.messages import LinkId
 from kv_transfer.tickets import Landed, ProbeLanding, Report, StagingBuffers, Ticket
 from kv_transfer.transports.base import Landing
 from kv_transfer.wire import FrameError, decode_header
+
+logger = logging.getLogger(__name__)
 
 MAX_PAYLOAD_NBYTES = 64 << 20
 """Longest payload that is believed of a frame nobody knows: twice the largest chunk that can be configured."""
@@ -101,7 +104,12 @@ class Landings:
     def _drain(self) -> None:
         self._is_scheduled = False
         while self._reports:
-            self._on_report(self._reports.popleft())
+            report = self._reports.popleft()
+            try:
+                self._on_report(report)
+            except Exception:
+                # A bug in one hand-off must not hold up what is known of the others.
+                logger.exception("a report of a chunk met an error")
 
 
 class TransportSink:

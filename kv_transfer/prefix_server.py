@@ -25,6 +25,7 @@ from pdserve.errors import (
     DeadlineExceededError,
     IncompatibleWorkersError,
     OverloadedError,
+    StaleAttemptError,
     UnavailableError,
 )
 from pdserve.kv_layout import KvBlockStore
@@ -82,6 +83,8 @@ class PrefixServer:
         self._numbers = itertools.count(1)
         self._tasks = tasks
         self._pinned: set[HandoffId] = set()
+        self._serving: set[tuple[str, HandoffId]] = set()
+        """Incarnation of the requester and its own id of what is under way."""
         self._idle = asyncio.Event()
         """Set while nothing is pinned."""
         self._idle.set()
@@ -107,8 +110,8 @@ class PrefixServer:
     async def serve(self, request: PrefixRequest) -> int:
         """Send what is here of a prefix; returns its tokens, 0 if there is nothing, once the requester has them.
 
-        Raises UnavailableError, OverloadedError, IncompatibleWorkersError, DeadlineExceededError, or what ended the
-        transfer.
+        Raises UnavailableError, OverloadedError, StaleAttemptError (it is on its way to this requester already),
+        IncompatibleWorkersError, DeadlineExceededError, or what ended the transfer.
         """
         self._check(request)
         # Ids are unique among those of one requester only.
@@ -117,6 +120,8 @@ class PrefixServer:
         if not blocks:
             return 0
         self._pinned.add(key)
+        served = (request.requester.incarnation, request.id)
+        self._serving.add(served)
         self._idle.clear()
         handoff: Handoff | None = None
         num_tokens = len(blocks) * self._block_size
@@ -135,7 +140,7 @@ class PrefixServer:
             ) from None
         finally:
             # Not here: the call may be over, and its coroutine cancelled, before the last read is.
-            self._tasks.spawn(self._release(key, handoff), f"release-{key}")
+            self._tasks.spawn(self._release(key, served, handoff), f"release-{key}")
         self.num_served += 1
         return num_tokens
 
@@ -150,14 +155,17 @@ class PrefixServer:
             raise IncompatibleWorkersError(
                 f"{self._info.worker_id} has no prefix for {requester.worker_id}: " + "; ".join(problems)
             )
+        if (requester.incarnation, request.id) in self._serving:
+            raise StaleAttemptError(f"prefix {request.id} is on its way to {requester.worker_id} already")
         if len(self._pinned) >= MAX_SERVED:
             raise OverloadedError(f"{self._info.worker_id} is giving {MAX_SERVED} prefixes away already")
 
-    async def _release(self, key: HandoffId, handoff: Handoff | None) -> None:
+    async def _release(self, key: HandoffId, served: tuple[str, HandoffId], handoff: Handoff | None) -> None:
         if handoff is not None:
             await handoff.abort("the requester has given up")
         self._cache.unpin(key)
         self._pinned.remove(key)
+        self._serving.remove(served)
         if not self._pinned:
             self._idle.set()
 

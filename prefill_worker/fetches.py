@@ -156,17 +156,17 @@ class PrefixFetches:
             names=fetch.names,
             timeout_s=max(fetch.deadline - time.monotonic(), 0.001),
         )
-        holder_at_fault, has_nothing = False, False
+        holder_at_fault = False
         try:
-            has_nothing = await self._client.fetch(fetch.holder, request) == 0
+            await self._client.fetch(fetch.holder, request)
         except PdServeError as error:
             holder_at_fault = not live.is_declined
             log.info("prefix %s did not come from %s: %s", fetch.id, fetch.holder.worker_id, error.message)
         if self._live.get(fetch.id) is live:
             # Otherwise it has come.
             del self._live[fetch.id]
-            if not has_nothing:
-                self._cancel(fetch.id)
+            # Also if the holder says that it has nothing: it may have reserved room all the same.
+            self._cancel(fetch.id)
             self._listener.on_fetch_ended(fetch.id, FetchOutcome(holder_at_fault=holder_at_fault))
 
     def _cancel(self, fetch: HandoffId) -> None:

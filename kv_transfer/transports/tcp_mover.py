@@ -108,9 +108,14 @@ class TcpMover:
             return
         connected.setblocking(False)
         descriptor = connected.fileno()
+        try:
+            self._epoll.register(descriptor, select.EPOLLIN)
+        except OSError as error:  # the user's limit of watched files
+            logger.warning("cannot watch a KV connection (%s): closed", error)
+            connected.close()
+            return
         self._connections[descriptor] = _Connection(connected, self._door, self._sink, self._scratch)
         self._strangers[descriptor] = time.monotonic()
-        self._epoll.register(descriptor, select.EPOLLIN)
         if len(self._strangers) > MAX_STRANGERS:
             self._drop(self._connections[next(iter(self._strangers))], "too many connections without an opening")
 

@@ -81,6 +81,12 @@ def _fetch(kv, base, tables, table_at, block_stride, words, begin, end, block_si
 
 
 @njit(**OPTIONS)
+def fetch_keys(kv, k_base, tables, table_at, block_stride, words, length, block_size):
+    """Ask for the first keys that `attend` will read, of a context of `length` tokens; no effect on results."""
+    _fetch(kv, k_base, tables, table_at, block_stride, words, 0, min(SEGMENT, length), block_size)
+
+
+@njit(**OPTIONS)
 def attend(q, q_at, ldq, tokens, position, group, head_dim, kv, k_base, v_base, block_stride, block_size, tables,
            table_at, s, out, out_at, ldo):  # fmt: skip
     """Attention of up to `tile_tokens` consecutive query tokens of one sequence and one kv head.

@@ -11,7 +11,7 @@ import numpy as np
 from numba import njit
 
 from pdserve.engine.cpu import vec as v
-from pdserve.engine.cpu.attention import attend, tile_tokens
+from pdserve.engine.cpu.attention import attend, fetch_keys, tile_tokens
 from pdserve.engine.cpu.formats import BLOCK, F16, ROWS, STRIP
 from pdserve.engine.cpu.gemm import TOKEN_BLOCK, gemm
 from pdserve.engine.cpu.jit import OPTIONS
@@ -172,6 +172,14 @@ def step(board, run, goal, yields, thread, threads, counters, layer_begin, layer
         count = len(items) * kv_heads
         n = v.fetch_add(counters, 1 + layer, np.int64(1))
         while n < count:
+            # Taken before this one is done, so that its first keys are on their way meanwhile.
+            following = v.fetch_add(counters, 1 + layer, np.int64(1))
+            if following < count:
+                t = items[following // kv_heads, 0]
+                fetch_keys(
+                    kv, layer * layer_stride + following % kv_heads * head_stride, flat_tables,
+                    sequence[t] * table_width, block_stride, head_stride, positions[t] + 1, block_size,
+                )  # fmt: skip
             item = n // kv_heads
             h = n % kv_heads
             t = items[item, 0]
@@ -181,7 +189,7 @@ def step(board, run, goal, yields, thread, threads, counters, layer_begin, layer
                 k_base + kv_heads * head_stride, block_stride, block_size, flat_tables, sequence[t] * table_width,
                 my_scratch, xn, t * ap + h * group * head_dim, ap,
             )  # fmt: skip
-            n = v.fetch_add(counters, 1 + layer, np.int64(1))
+            n = following
         passed = barrier(counters, threads, passed)
         quantized = matrices[m + O, 0] > F16
         if quantized or ap != heads * head_dim:
