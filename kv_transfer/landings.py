@@ -21,6 +21,7 @@ logger = logging.getLogger(__name__)
 MAX_PAYLOAD_NBYTES = 64 << 20
 """Longest payload that is believed of a frame nobody knows: twice the largest chunk that can be configured."""
 MAX_PROBE_NBYTES = 1 << 20
+"""Longest payload of a probe: `lanes.PROBE_NBYTES` of the other side must not exceed it."""
 
 
 @dataclass(frozen=True, slots=True)

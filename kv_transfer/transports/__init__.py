@@ -9,7 +9,7 @@ from kv_transfer.transports.base import TransportKind
 from pdserve.errors import ConfigError
 
 
-class _Registry(Mapping[str, TransportKind]):
+class Registry(Mapping[str, TransportKind]):
     """Transports by name, best first; one that nobody asks for costs no import and needs no optional package."""
 
     def __init__(self, places: Mapping[str, tuple[str, str]]) -> None:
@@ -41,7 +41,7 @@ class _Registry(Mapping[str, TransportKind]):
         return len(self._places)
 
 
-TRANSPORTS: Mapping[str, TransportKind] = _Registry(
+TRANSPORTS: Mapping[str, TransportKind] = Registry(
     {
         "local": ("kv_transfer.transports.local", "LOCAL"),
         "tcp": ("kv_transfer.transports.tcp", "TCP"),

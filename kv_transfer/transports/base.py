@@ -73,7 +73,7 @@ class SendingTransport(Protocol):
 class Landing(Protocol):
     """Where the payload of one frame goes. Methods may be called from any thread, by one at a time.
 
-    Ends with one call of `finish` or `fail`.
+    Ends with one call of `finish` or `fail`; neither is needed once `writing` has given None.
     """
 
     @property

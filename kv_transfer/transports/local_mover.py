@@ -38,7 +38,7 @@ class Mover:
         self._thread.start()
 
     def stop(self) -> None:
-        """Close every connection and end the thread; waits for that, which is at most one copy. Call once."""
+        """Close every connection and end the thread; waits for the round of connections that it is in. Call once."""
 
         def end() -> None:
             self._stopping = True

@@ -37,6 +37,7 @@ logger = logging.getLogger(__name__)
 
 _BACKLOG = 128
 _GREETING_TIMEOUT_S = 5.0
+"""A connection that has not greeted by then is closed when the next one comes."""
 _ACCEPT_PAUSE_S = 1.0
 
 

@@ -69,7 +69,7 @@ class TcpMover:
         self._thread.start()
 
     def close(self) -> None:
-        """Close every connection and end the thread. Blocks for as long as one call of recv takes."""
+        """Close every connection and end the thread. Waits for the round of connections that it is in."""
         self._closing = True
         os.eventfd_write(self._wake, 1)
         self._thread.join()
