@@ -122,12 +122,13 @@ def warm_up(engine: CpuEngine) -> None:
 @contextmanager
 def _compiling() -> Iterator[None]:
     directory = cache_dir()
-    directory.mkdir(parents=True, exist_ok=True)
+    # It may have been deleted since it was made.
+    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     with (directory / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         done = directory / "compiled"
         if not done.exists():
-            log.info("compiling kernels for this CPU (%s), once per version: half a minute or so", selected_isa())
+            log.info("compiling kernels for this CPU (%s), once per version: about 20 seconds", selected_isa())
         began = time.monotonic()
         yield
         if not done.exists():

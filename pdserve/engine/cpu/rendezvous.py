@@ -18,7 +18,8 @@ LEADER_RUN, ARRIVED, BOARD_LENGTH = 0, 8, 16
 member has come to the end of one. Each has a cache line of its own."""
 
 SPINS_BEFORE_YIELD = 2000
-"""As at the barriers of a step: some ten microseconds."""
+"""About ten microseconds: longer than threads on cores of their own ever wait at a barrier, and short when cores are
+shared."""
 
 FOREVER = -1
 """For `yields`: never give up."""

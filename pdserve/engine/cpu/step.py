@@ -16,7 +16,7 @@ from pdserve.engine.cpu.formats import BLOCK, F16, ROWS, STRIP
 from pdserve.engine.cpu.gemm import TOKEN_BLOCK, gemm
 from pdserve.engine.cpu.jit import OPTIONS
 from pdserve.engine.cpu.ops import gate_strip, quantize, rms_norm, rotate
-from pdserve.engine.cpu.rendezvous import enter, leave
+from pdserve.engine.cpu.rendezvous import SPINS_BEFORE_YIELD, enter, leave
 from pdserve.engine.cpu.shape import (
     ATTENTION_PADDED,
     BLOCK_SIZE,
@@ -38,9 +38,6 @@ from pdserve.engine.cpu.shape import (
     Q,
     V,
 )  # fmt: skip
-
-SPINS_BEFORE_YIELD = 2000
-"""About ten microseconds: longer than threads on cores of their own ever wait, short when cores are shared."""
 
 
 @njit(**OPTIONS)

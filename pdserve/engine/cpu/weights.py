@@ -217,7 +217,7 @@ def _packed_kind(stored: StoredTensor, weights: WeightFormat) -> int:
 
 
 def pack_stored(kind: int, rows: Bytes) -> PackedMatrix:
-    """Pack ggml rows, uint8 [N, blocks, block bytes], without decoding them."""
+    """Pack ggml rows, uint8 [N, blocks, block bytes], without decoding them unless a minimum of Q4_1 does not fit."""
     scale_nbytes = 4 if kind == Q4_1 else 2
     cut: Bytes = _tiles(rows).astype(np.uint8, copy=False)
     tiles, _, blocks, _ = cut.shape

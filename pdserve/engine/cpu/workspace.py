@@ -22,7 +22,7 @@ class Workspace:
         self.scratch = np.zeros(
             (threads, max(scratch_size(shape.group, shape.config.head_dim), 2 * TOKEN_BLOCK * BLOCK)), np.float32
         )
-        """float32 [threads, S] for attention."""
+        """float32 [threads, S]: for attention, and for a strip of gate and up."""
         self._tokens = 0
         self._rows = 0
         self.reserve(_GRANULE_TOKENS, _GRANULE_ROWS)
@@ -33,7 +33,7 @@ class Workspace:
         if tokens > self._tokens:
             self._tokens = -(-tokens // _GRANULE_TOKENS) * _GRANULE_TOKENS
             widest = max(shape.hidden_padded, shape.attention_padded)
-            # Zeros, as the padding of rows is never written and must not be NaN.
+            # Zeros: padding that is read before anything was written there must not be NaN.
             self.x = np.zeros(self._tokens * shape.hidden_padded, np.float32)
             self.xn = np.zeros(self._tokens * widest, np.float32)
             self.xq = np.zeros(self._tokens * widest, np.int8)
