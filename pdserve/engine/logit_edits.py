@@ -69,6 +69,8 @@ class LogitEdits:
 
     def apply(self, logits: npt.NDArray[np.float32]) -> None:
         """Edit `logits` [R, V] in place."""
+        if len(self) == 0:
+            return
         x = logits[self.rows, self.ids] + self.terms[BIAS]
         repetition = self.terms[REPETITION]
         with np.errstate(over="ignore"):

@@ -81,10 +81,11 @@ def run(case: Case, begin: int, end: int, tile: int | None = None) -> Float32:
         count = min(tile, end - t)
         for h in range(kv_heads):
             k_base = LAYER * strides[1] + h * strides[3]
+            following = (k_base, 2, end) if h else (0, 0, 0)
             attend(
                 case.queries.reshape(-1), (t * heads + h * case.group) * head_dim, heads * head_dim, count, t,
                 case.group, head_dim, case.pool.reshape(-1), k_base, k_base + strides[2], strides[0], case.block_size,
-                tables, 2, scratch, out.reshape(-1), ((t - begin) * heads + h * case.group) * head_dim,
+                tables, 2, *following, scratch, out.reshape(-1), ((t - begin) * heads + h * case.group) * head_dim,
                 heads * head_dim,
             )  # fmt: skip
     assert np.isnan(scratch[size:]).all()

@@ -15,7 +15,15 @@ import numpy as np
 from numba import njit
 
 from pdserve.engine.cpu import vec as v
-from pdserve.engine.cpu.attention_tile import FEW_ROWS, QUERY_STRIDE, ROW_COUNTS, SEGMENT, score_tile, value_tile
+from pdserve.engine.cpu.attention_tile import (
+    FEW_ROWS,
+    LINE_WORDS,
+    QUERY_STRIDE,
+    ROW_COUNTS,
+    SEGMENT,
+    score_tile,
+    value_tile,
+)
 from pdserve.engine.cpu.jit import OPTIONS
 from pdserve.engine.cpu.ops import exp_of_negative
 
@@ -73,28 +81,24 @@ def _softmax_segment(s, at, span, count, peak):
 
 @njit(**OPTIONS)
 def _fetch(kv, base, tables, table_at, block_stride, words, begin, end, block_size):
-    """Ask for K or V of the blocks of tokens [begin, end)."""
+    """Ask for K or V of the blocks of tokens [begin, end), all at once: for many rows, which compute for long."""
     for i in range(begin // block_size, (end + block_size - 1) // block_size):
         at = np.int64(tables[table_at + i]) * block_stride + base
-        for line in range(0, words, 32):
+        for line in range(0, words, LINE_WORDS):
             v.prefetch(kv, at + line)
 
 
 @njit(**OPTIONS)
-def fetch_keys(kv, k_base, tables, table_at, block_stride, words, length, block_size):
-    """Ask for the first keys that `attend` will read, of a context of `length` tokens; no effect on results."""
-    _fetch(kv, k_base, tables, table_at, block_stride, words, 0, min(SEGMENT, length), block_size)
-
-
-@njit(**OPTIONS)
 def attend(q, q_at, ldq, tokens, position, group, head_dim, kv, k_base, v_base, block_stride, block_size, tables,
-           table_at, s, out, out_at, ldo):  # fmt: skip
+           table_at, next_k_base, next_table_at, next_length, s, out, out_at, ldo):  # fmt: skip
     """Attention of up to `tile_tokens` consecutive query tokens of one sequence and one kv head.
 
     q: float32, query token t and head g of the group at q_at + t * ldq + g * head_dim, already scaled; `position` is
     that of the first token; kv: the pool as 16-bit words; k_base, v_base: offsets of this layer and head inside a
-    block; tables: block ids of the sequence from table_at on; s: float32 scratch of `scratch_size(group, head_dim)`;
-    out: rows like q, at out_at with stride ldo.
+    block; tables: block ids of the sequence from table_at on; next_k_base, next_table_at, next_length: k_base and
+    table_at of what this thread does next and the tokens of its context, 0 if there is nothing: its first keys are
+    fetched, with no effect on results; s: float32 scratch of `scratch_size(group, head_dim)`; out: rows like q, at
+    out_at with stride ldo.
     """
     rows = tokens * group
     # Scratch: scores, queries, sums over V, and of each row its maximum and sum of weights.
@@ -109,25 +113,38 @@ def attend(q, q_at, ldq, tokens, position, group, head_dim, kv, k_base, v_base, 
         s[state + 2 * r] = _FLOOR
         s[state + 2 * r + 1] = np.float32(0.0)
     length = position + tokens
+    few = rows <= FEW_ROWS
+    v_behind = v_base - k_base
     first = 0
     while first < length:
         span = min(SEGMENT, length - first)
-        _fetch(kv, v_base, tables, table_at, block_stride, head_dim * block_size, first, first + span, block_size)
+        if not few:
+            _fetch(kv, v_base, tables, table_at, block_stride, head_dim * block_size, first, first + span, block_size)
         for j in range(0, span, 32):
             at = np.int64(tables[table_at + (first + j) // block_size]) * block_stride + k_base
-            at += (first + j) % block_size
+            offset = (first + j) % block_size
+            v_at = at + v_behind + offset * head_dim
+            at += offset
             beyond = j + 16 < span
             next_at = at
+            next_v_at = v_at
             if beyond:
                 next_at = np.int64(tables[table_at + (first + j + 16) // block_size]) * block_stride + k_base
-                next_at += (first + j + 16) % block_size
+                offset = (first + j + 16) % block_size
+                next_v_at = next_at + v_behind + offset * head_dim
+                next_at += offset
             r = 0
             while r < rows:
                 n = _rows_at_once(rows - r)
                 o = r * SEGMENT + j
-                score_tile(n, s, queries + r * QUERY_STRIDE, kv, at, next_at, head_dim, block_size, s, o)
+                score_tile(
+                    n, s, queries + r * QUERY_STRIDE, kv, at, next_at, v_at, next_v_at, head_dim, block_size, s, o
+                )
                 if n > FEW_ROWS and beyond:
-                    score_tile(n, s, queries + r * QUERY_STRIDE, kv, next_at, next_at, head_dim, block_size, s, o + 16)
+                    score_tile(
+                        n, s, queries + r * QUERY_STRIDE, kv, next_at, next_at, v_at, v_at, head_dim, block_size, s,
+                        o + 16,
+                    )  # fmt: skip
                 r += n
         for r in range(rows):
             count = min(span, position + r // group + 1 - first)
@@ -145,10 +162,22 @@ def attend(q, q_at, ldq, tokens, position, group, head_dim, kv, k_base, v_base, 
             else:
                 for i in range(0, span, 16):
                     v.store(s, r * SEGMENT + i, v.zero())
+        # The keys that are read next: of the next segment or, after the last one, of the next item.
         ahead = first + SEGMENT
         if ahead < length:
-            _fetch(kv, k_base, tables, table_at, block_stride, head_dim * block_size, ahead,
-                   min(ahead + SEGMENT, length), block_size)  # fmt: skip
+            ahead_at = table_at + ahead // block_size
+            ahead_base = k_base
+            ahead_blocks = (min(SEGMENT, length - ahead) + block_size - 1) // block_size
+        else:
+            ahead_at = next_table_at
+            ahead_base = next_k_base
+            ahead_blocks = (min(SEGMENT, next_length) + block_size - 1) // block_size
+        # As many blocks as there are values in this segment are fetched line by line with them.
+        fetched = (span + block_size - 1) // block_size if few and head_dim >= 64 else 0
+        _fetch(
+            kv, ahead_base, tables, ahead_at, block_stride, head_dim * block_size, fetched * block_size,
+            ahead_blocks * block_size, block_size,
+        )  # fmt: skip
         r = 0
         while r < rows:
             n = _rows_at_once(rows - r)
@@ -157,7 +186,7 @@ def attend(q, q_at, ldq, tokens, position, group, head_dim, kv, k_base, v_base, 
                 vectors = 4 if n <= FEW_ROWS and c + 64 <= head_dim else 1
                 value_tile(
                     n, vectors, s, r * SEGMENT, acc + r * head_dim + c, kv, tables, table_at + first // block_size,
-                    span, block_size, block_stride, v_base + c, head_dim,
+                    span, block_size, block_stride, v_base + c, head_dim, ahead_at, ahead_blocks, ahead_base + c,
                 )  # fmt: skip
                 c += 16 * vectors
             r += n

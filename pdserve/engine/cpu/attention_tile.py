@@ -25,6 +25,8 @@ QUERY_STRIDE = MAX_HEAD_DIM + 16
 """Distance between rows of queries in the scratch memory: no power of two, so that they spread over the cache."""
 ROW_COUNTS = (24, 12, 8, 4, 3, 2, 1) if selected_isa() == "avx512vnni" else (4, 3, 2, 1)
 """Rows that the loops exist for: as many as fit in the registers, and smaller numbers."""
+LINE_WORDS = 32
+"""16-bit words in a cache line."""
 FEW_ROWS = 4
 """Up to so many rows have two vectors of tokens, or four of dimensions, at once: additions take several cycles, and
 only independent ones overlap."""
@@ -54,6 +56,11 @@ class _Emitter:
         half = v._load(self.b, self.b.bitcast(self.b.gep(pointer, [index]), _f16x16.as_pointer()))
         return self.b.fpext(half, _f32x16)
 
+    def fetch(self, pointer: Any, index: Any) -> None:
+        """Ask for a cache line, to be there some hundred instructions later."""
+        place = self.b.bitcast(self.b.gep(pointer, [index]), ir.IntType(8).as_pointer())
+        v._prefetch(self.b, place)
+
     def splat(self, pointer: Any, index: Any) -> Any:
         return v._splat(self.b, v._load(self.b, self.b.gep(pointer, [index])), _f32x16)
 
@@ -80,19 +87,21 @@ def _data(context: Any, builder: Any, sig: Any, args: Any, index: int) -> Any:
 
 @intrinsic
 def score_tile(  # type: ignore[no-untyped-def]
-    typingctx, rows, q, q_at, kv, at, second_at, head_dim, block_size, out, out_at
+    typingctx, rows, q, q_at, kv, at, second_at, ahead, second_ahead, head_dim, block_size, out, out_at
 ):
     """out[r, 0:16] = q[r] . K for one of ROW_COUNTS rows and the sixteen tokens at `at`; with FEW_ROWS rows or fewer
-    also out[r, 16:32] for the tokens at `second_at`.
+    also out[r, 16:32] for the tokens at `second_at`, and meanwhile 16 * head_dim words at `ahead` and at `second_ahead`
+    are fetched, line by line: all at once they would keep the thread waiting.
 
     q: float32 rows, QUERY_STRIDE apart; kv: uint16, K dimension-major with `block_size` tokens to a dimension; out:
     float32 rows, SEGMENT apart.
     """
 
     def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        rows, _, q_at, _, at, second_at, head_dim, block_size, _, out_at = args
+        rows, _, q_at, _, at, second_at, ahead, second_ahead, head_dim, block_size, _, out_at = args
         b, e = builder, _Emitter(builder)
-        q, kv, out = (_data(context, b, sig, args, i) for i in (1, 3, 8))
+        q, kv, out = (_data(context, b, sig, args, i) for i in (1, 3, 10))
+        half = b.sdiv(head_dim, ir.Constant(_i64, 2))
 
         def emit(count: int) -> None:
             places = [at, second_at] if count <= FEW_ROWS else [at]
@@ -100,6 +109,10 @@ def score_tile(  # type: ignore[no-untyped-def]
             sums = [e.accumulators([nothing] * count) for _ in places]
             with cgutils.for_range(b, head_dim) as loop:
                 step = b.mul(loop.index, block_size)
+                if count <= FEW_ROWS:
+                    early = b.icmp_signed("<", loop.index, half)
+                    line = b.select(early, loop.index, b.sub(loop.index, half))
+                    e.fetch(kv, b.add(b.select(early, ahead, second_ahead), b.mul(line, ir.Constant(_i64, LINE_WORDS))))
                 keys = [e.halves(kv, b.add(place, step)) for place in places]
                 for r in range(count):
                     query = e.splat(q, e.add(b.add(q_at, loop.index), r * QUERY_STRIDE))
@@ -113,22 +126,57 @@ def score_tile(  # type: ignore[no-untyped-def]
         return context.get_dummy_value()
 
     n = types.intp
-    return types.void(n, q, n, kv, n, n, n, n, out, n), codegen
+    return types.void(n, q, n, kv, n, n, n, n, n, n, out, n), codegen
 
 
 @intrinsic
 def value_tile(  # type: ignore[no-untyped-def]
-    typingctx, rows, vectors, s, s_at, acc_at, kv, tables, table_at, count, block_size, block_stride, base, head_dim
+    typingctx,
+    rows,
+    vectors,
+    s,
+    s_at,
+    acc_at,
+    kv,
+    tables,
+    table_at,
+    count,
+    block_size,
+    block_stride,
+    base,
+    head_dim,
+    ahead_at,
+    ahead_blocks,
+    ahead_base,
 ):
     """acc[r, 0:16] += sum over tokens j of s[r, j] V[j, 0:16] for one of ROW_COUNTS rows; acc[r, 0:64] if `vectors` is
     4, which needs FEW_ROWS rows or fewer.
 
     s: float32 with both weights (from s_at, rows SEGMENT apart) and acc (from acc_at, rows head_dim apart); kv: uint16,
     V token-major at `base` inside a block; tables: int32 block ids of the segment from `table_at` on; count: tokens.
+    With 4 vectors, one line after the other is fetched meanwhile of up to `ahead_blocks` blocks from `ahead_at` on, at
+    `ahead_base` inside them.
     """
 
     def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        rows, vectors, _, s_at, acc_at, _, _, table_at, count, block_size, block_stride, base, head_dim = args
+        (
+            rows,
+            vectors,
+            _,
+            s_at,
+            acc_at,
+            _,
+            _,
+            table_at,
+            count,
+            block_size,
+            block_stride,
+            base,
+            head_dim,
+            ahead_at,
+            ahead_blocks,
+            ahead_base,
+        ) = args
         b, e = builder, _Emitter(builder)
         s, kv, tables = (_data(context, b, sig, args, i) for i in (2, 5, 6))
         num_blocks = b.sdiv(b.sub(b.add(count, block_size), ir.Constant(_i64, 1)), block_size)
@@ -145,8 +193,17 @@ def value_tile(  # type: ignore[no-untyped-def]
                 tokens = b.select(b.icmp_signed("<", left, block_size), left, block_size)
                 number_of_block = b.sext(v._load(b, b.gep(tables, [b.add(table_at, block.index)])), _i64)
                 start = b.add(b.mul(number_of_block, block_stride), base)
+                if width > 1:
+                    # Beyond them, what is here already.
+                    wanted = b.icmp_signed("<", block.index, ahead_blocks)
+                    entry = b.add(b.select(wanted, ahead_at, table_at), block.index)
+                    number_ahead = b.sext(v._load(b, b.gep(tables, [entry])), _i64)
+                    ahead = b.add(b.mul(number_ahead, block_stride), b.select(wanted, ahead_base, base))
                 with cgutils.for_range(b, tokens) as token:
                     at = b.add(start, b.mul(token.index, head_dim))
+                    if width > 1:
+                        for word in range(0, 16 * width, LINE_WORDS):
+                            e.fetch(kv, e.add(b.add(ahead, b.mul(token.index, head_dim)), word))
                     values = [e.halves(kv, e.add(at, 16 * c)) for c in range(width)]
                     weight_at = b.add(s_at, b.add(first, token.index))
                     for r in range(number):
@@ -171,4 +228,4 @@ def value_tile(  # type: ignore[no-untyped-def]
         return context.get_dummy_value()
 
     n = types.intp
-    return types.void(n, n, s, n, n, kv, tables, n, n, n, n, n, n), codegen
+    return types.void(n, n, s, n, n, kv, tables, n, n, n, n, n, n, n, n, n), codegen

@@ -11,7 +11,7 @@ import numpy as np
 from numba import njit
 
 from pdserve.engine.cpu import vec as v
-from pdserve.engine.cpu.attention import attend, fetch_keys, tile_tokens
+from pdserve.engine.cpu.attention import attend, tile_tokens
 from pdserve.engine.cpu.formats import BLOCK, F16, ROWS, STRIP
 from pdserve.engine.cpu.gemm import TOKEN_BLOCK, gemm
 from pdserve.engine.cpu.jit import OPTIONS
@@ -171,12 +171,14 @@ def step(board, run, goal, yields, thread, threads, counters, layer_begin, layer
         while n < count:
             # Taken before this one is done, so that its first keys are on their way meanwhile.
             following = v.fetch_add(counters, 1 + layer, np.int64(1))
+            next_k_base = np.int64(0)
+            next_table = np.int64(0)
+            next_length = np.int64(0)
             if following < count:
                 t = items[following // kv_heads, 0]
-                fetch_keys(
-                    kv, layer * layer_stride + following % kv_heads * head_stride, flat_tables,
-                    sequence[t] * table_width, block_stride, head_stride, positions[t] + 1, block_size,
-                )  # fmt: skip
+                next_k_base = layer * layer_stride + following % kv_heads * head_stride
+                next_table = sequence[t] * table_width
+                next_length = np.int64(positions[t]) + 1
             item = n // kv_heads
             h = n % kv_heads
             t = items[item, 0]
@@ -184,7 +186,7 @@ def step(board, run, goal, yields, thread, threads, counters, layer_begin, layer
             attend(
                 y, t * width + h * group * head_dim, width, items[item, 1], positions[t], group, head_dim, kv, k_base,
                 k_base + kv_heads * head_stride, block_stride, block_size, flat_tables, sequence[t] * table_width,
-                my_scratch, xn, t * ap + h * group * head_dim, ap,
+                next_k_base, next_table, next_length, my_scratch, xn, t * ap + h * group * head_dim, ap,
             )  # fmt: skip
             n = following
         passed = barrier(counters, threads, passed)

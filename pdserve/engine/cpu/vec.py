@@ -152,14 +152,17 @@ def store_i8(typingctx: Any, array: Any, offset: Any, value: Any) -> Any:
     return types.void(array, types.intp, i32x16), codegen
 
 
+def _prefetch(builder: Any, pointer: Any) -> None:
+    flags = [ir.Constant(_i32, value) for value in (0, 2, 1)]  # read, keep in the second level, data
+    _call(builder, "llvm.prefetch.p0", ir.VoidType(), [pointer, *flags])
+
+
 @intrinsic
 def prefetch(typingctx: Any, array: Any, offset: Any) -> Any:
     """Ask for the cache line of an element into the second-level cache; no effect on results."""
 
     def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        pointer = _address(context, builder, sig.args[0], args[0], args[1], _i8)
-        flags = [ir.Constant(_i32, value) for value in (0, 2, 1)]
-        _call(builder, "llvm.prefetch.p0", ir.VoidType(), [pointer, *flags])
+        _prefetch(builder, _address(context, builder, sig.args[0], args[0], args[1], _i8))
         return context.get_dummy_value()
 
     return types.void(array, types.intp), codegen
