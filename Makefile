@@ -17,10 +17,10 @@ SOURCES := pyproject.toml constraints.txt
 require_tests = @find $(1) -name 'test_*.py' | grep -q . || { echo "error: there are no tests in $(1)" >&2; exit 1; }
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test check test-chaos test-gpu proto format clean
+.PHONY: help install demo test check test-chaos test-clients test-gpu proto format clean
 
 help: ## Show this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 install: $(DEV) ## Create .venv with everything to run and develop
 
@@ -45,7 +45,9 @@ demo: $(RUNTIME) ## Run a cluster on this machine and send it a few prompts
 	@$(BIN)/pdserve demo
 
 test: $(DEV) ## Run the whole test suite (no GPU needed)
-	$(BIN)/pytest
+# Modules of the first two layers share the cores; processes and their time-outs have them alone.
+	$(BIN)/pytest -n 2 --dist loadfile tests/unit tests/component
+	$(BIN)/pytest --ignore tests/unit --ignore tests/component
 
 check: $(DEV) ## Run formatter, linters, type checker and generated-code check
 	$(BIN)/ruff format --check .
@@ -57,6 +59,11 @@ check: $(DEV) ## Run formatter, linters, type checker and generated-code check
 test-chaos: $(DEV) ## Run the long chaos tests
 	$(call require_tests,tests/chaos)
 	$(BIN)/pytest -m chaos tests/chaos
+
+test-clients: $(DEV) ## Run other projects' clients against a server (5 GB in ~/.cache)
+	$(call require_tests,tests/clients)
+	$(BIN)/python -m pdserve.testing.client_environments tests/clients/requirements $(PIP_ARGS)
+	$(BIN)/pytest -m clients tests/clients
 
 # pytest ends with 5 if it has run nothing, which is what becomes of modules that skip themselves without a device.
 test-gpu: $(DEV) ## Run the tests that need a CUDA device

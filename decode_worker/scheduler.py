@@ -6,35 +6,52 @@ Events go in, actions come out. It knows no clock, socket, tensor or block id; w
 Room: a hand-off gets blocks for its prompt and `reserve_tokens` more, not for all that it may become, since most
 answers are shorter than their bound. When a new one is let in, a block stays available for each that may still grow.
 
-Preemption: a running sequence that needs a block when none is left takes it from the youngest one that is younger than
-itself, which loses all its blocks and later computes its KV again, a chunk per step. Without a younger one it waits, so
-the oldest running sequence never gives way. It goes on as soon as room that is only reserved is used or released, and
-nothing new is let in while a preempted sequence waits: no two sequences can take turns in pushing each other out.
+Prompts: a router may also submit a job whose prompt is to be computed here. It waits until a step has tokens to spare,
+gets room like a hand-off, and is computed in chunks beside the running sequences; when its first tokens are drawn its
+outputs go on like any other. While one lacks room, no hand-off of the same or of a lower priority is let in. It gives
+its room to a running sequence ahead of it that needs a block, and waits for room again then.
+
+Branches: a job with forks gets room for all of its outputs at once, or for none. They share the full blocks of the
+prompt, which come once, and have blocks of their own behind them. The end of the prompt that fills no block comes into
+one of the first branch and is copied to the others when all of it is there. From then on they are sequences like any
+other: which of them ends, grows or gives way, and when, is nobody else's business.
+
+Preemption: sequences rank by priority, those of equal priority by age. A running sequence that needs a block when none
+is left takes it from the last one behind itself, which loses all its blocks and later computes its KV again, a chunk
+per step. Without one behind it it waits, so the first of the running sequences never gives way. It goes on as soon as
+room that is only reserved is used or released, and nothing new is let in while a preempted sequence waits, whatever its
+priority: no two sequences can take turns in pushing each other out.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
 from types import MappingProxyType
+from typing import Any
 
+from decode_worker.prompts import Prompts, joint
+from decode_worker.residents import Residents
+from decode_worker.room import Need
 from decode_worker.sequences import (
     NOT_DRAWN,
     Action,
-    CancelReservation,
-    Emit,
-    Forget,
     NoRoom,
     PlannedChunk,
     Sequence,
     SequenceState,
 )
+from kv_transfer.messages import ENDED
 from pdserve.engine.sequence_blocks import SequenceBlocks
 from pdserve.errors import (
     DeadlineExceededError,
+    DrainingError,
+    HandoffError,
     InternalError,
     InvalidRequestError,
-    PromptTooLongError,
+    OverloadedError,
+    PdServeError,
+    StaleAttemptError,
 )
 from pdserve.types import GenerationJob, HandoffId, TokenLogprobs
 from pdserve.worker.events import JobFailed, StepTokens
@@ -45,7 +62,7 @@ MAX_RETRY_S = 2.0
 """Bounds of the hint that goes with "busy": sequences may end early, and prefill workers should not ask all the time.
 """
 
-_NOTHING: Mapping[int, TokenLogprobs] = MappingProxyType({})
+_NOTHING: Mapping[int, Any] = MappingProxyType({})
 
 RECOMPUTE_TOKENS_PER_STEP = 64
 """Tokens computed again in one step after preemptions. Few, so that the streams in the same step hardly notice."""
@@ -64,41 +81,70 @@ class DecodeScheduler:
         blocks: SequenceBlocks,
         max_batch_size: int,
         reserve_tokens: int,
+        chunk_tokens: int,
+        max_batch_tokens: int,
+        max_waiting: int,
         limits: JobLimits,
     ) -> None:
+        """Tokens of prompts in one step: `chunk_tokens` beside running sequences, 0 for no prompts at all, and
+        `max_batch_tokens` without. `max_waiting` outputs may wait for room."""
         self._worker_id = worker_id
         self._blocks = blocks
         self._max_batch_size = max_batch_size
         self._reserve_tokens = reserve_tokens
+        self._chunk_tokens = chunk_tokens
+        self._max_batch_tokens = max_batch_tokens
+        self._max_waiting = max_waiting
         self._limits = limits
-        self._sequences: dict[HandoffId, Sequence] = {}
-        """In order of reservation: oldest first."""
+        self._residents = Residents(
+            blocks=blocks,
+            max_batch_size=max_batch_size,
+            reserve_tokens=reserve_tokens,
+            prompts=Prompts(limits.max_model_len),
+            is_computing=self._is_computing,
+        )
+        self._prompts = self._residents.prompts
         self._step: list[tuple[Sequence, PlannedChunk]] = []
         """What the engine computes now, in the order of the batch."""
         self._following: list[tuple[Sequence, PlannedChunk]] = []
         """What it computes after that, unless something comes between."""
         self._num_held_tokens = 0
-        self._num_preemptions = 0
         self._num_recomputed_tokens = 0
+        self._num_lone_prompt_tokens = 0
+        self._draining = False
         self._mean_step_s = 0.0
-        self._actions: list[Action] = []
 
     # What others may know ---------------------------------------------------------------------------------------------
 
     @property
     def num_sequences(self) -> int:
-        """Sequences and reservations that hold anything."""
-        return len(self._sequences)
+        """Sequences and reservations that hold anything, and outputs that wait."""
+        return len(self._residents.sequences) + self._prompts.num_waiting
+
+    @property
+    def draining(self) -> bool:
+        """Whether new prompts are refused."""
+        return self._draining
 
     @property
     def num_held_tokens(self) -> int:
-        """Tokens of all committed hand-offs so far whose KV was here already."""
+        """Tokens of all committed hand-offs, and of all prompts begun here, whose KV was here already."""
         return self._num_held_tokens
+
+    @property
+    def num_prompt_tokens_left(self) -> int:
+        """Tokens of submitted prompts that are to be computed."""
+        return self._prompts.num_tokens_left
+
+    @property
+    def num_lone_prompt_tokens(self) -> int:
+        """Prompt tokens that were computed alone, which the engine cannot tell from those of a running sequence."""
+        return self._num_lone_prompt_tokens
 
     @property
     def num_preemptions(self) -> int:
         """How often a sequence had to give its blocks to an older one."""
-        return self._num_preemptions
+        return self._residents.num_preemptions
 
     @property
     def num_recomputed_tokens(self) -> int:
@@ -107,135 +153,198 @@ class DecodeScheduler:
 
     @property
     def num_running_tokens(self) -> int:
-        """Tokens of running sequences that have KV."""
-        return sum(s.num_computed for s in self._sequences.values() if s.state is SequenceState.RUNNING)
+        """Tokens of running sequences that have KV. What outputs of one prompt share counts once."""
+        num_tokens, seen, block_size = 0, set[HandoffId](), self._blocks.block_size
+        for sequence in self._residents.sequences.values():
+            if sequence.state is not SequenceState.RUNNING:
+                continue
+            num_tokens += sequence.num_computed
+            if sequence.handoff in seen:
+                num_in_full_blocks = sequence.job.num_known_tokens // block_size * block_size
+                num_tokens -= min(sequence.num_computed, num_in_full_blocks)
+            seen.add(sequence.handoff)
+        return num_tokens
 
     @property
     def num_growing(self) -> int:
         """Sequences that may come to need another block. So many blocks others leave available."""
-        live = (SequenceState.RESERVED, SequenceState.RUNNING)
-        return sum(
-            s.state in live and self._blocks.num_held(s.key) < self.blocks_for(s.job) for s in self._sequences.values()
-        )
+        return self._residents.num_growing
 
     def count(self, *states: SequenceState) -> int:
         """Sequences in any of `states`."""
-        return sum(s.state in states for s in self._sequences.values())
+        return self._residents.count(*states)
 
     def state_of(self, key: HandoffId) -> SequenceState | None:
         """State of a sequence; None if there is none of that name."""
-        sequence = self._sequences.get(key)
-        return None if sequence is None else sequence.state
+        return self._residents.state_of(key)
 
     def next_timer(self) -> float | None:
         """When `tick` has something to do."""
         live = (SequenceState.RESERVED, SequenceState.RUNNING, SequenceState.PREEMPTED)
-        deadlines = (s.job.deadline for s in self._sequences.values() if s.state in live)
+        deadlines = [s.job.deadline for s in self._residents.sequences.values() if s.state in live]
+        deadlines += [prompt.job.deadline for prompt in self._prompts]
         return min((d for d in deadlines if d is not None), default=None)
 
     def take_actions(self) -> list[Action]:
         """What to do now, in order. Each action is given once."""
-        actions, self._actions = self._actions, []
-        return actions
+        return self._residents.take_actions()
+
+    # Prompts ----------------------------------------------------------------------------------------------------------
+
+    def submit(self, job: GenerationJob, now: float) -> None:
+        """Queue a job whose prompt is to be computed here. One that is here already is ignored.
+
+        Raises InvalidRequestError, PromptTooLongError, DeadlineExceededError, StaleAttemptError, DrainingError
+        (draining) or OverloadedError (queue full); nothing is kept of the job then. Older attempts of any of its
+        outputs end; an output of which a newer attempt is here is not wanted.
+        """
+        if not self._chunk_tokens:
+            raise InvalidRequestError(
+                f"submit: {self._worker_id} takes hand-offs only (decode.local_prefill_tokens_per_step: 0)",
+                field="submit",
+            )
+        if self._residents.state_of(HandoffId(job.request_id, job.attempt)) is not None:
+            return
+        self._limits.check(job)
+        need = Need.of(job, job.num_known_tokens, self._blocks, self._reserve_tokens)
+        need.check(self._worker_id, self._blocks, self._max_batch_size, job.num_known_tokens, now)
+        wanted = [branch for branch in need.branches if self._residents.is_newest(branch, local_only=False)]
+        if not wanted:
+            raise StaleAttemptError(f"attempt {job.attempt} of {job.request_id} comes after a newer one")
+        if self._draining:
+            raise DrainingError(f"decode worker {self._worker_id} is draining")
+        if self._prompts.num_waiting + len(wanted) > self._max_waiting:
+            raise OverloadedError(f"decode worker {self._worker_id} has {self._prompts.num_waiting} requests waiting")
+        self._prompts.add(joint(wanted), now)
+        self._residents.refused = None
+
+    def drain(self) -> None:
+        """Refuse new prompts from now on; those that are here go on. Hand-offs are refused by the transfer layer."""
+        self._draining = True
+
+    def give_back(self) -> None:
+        """The worker ends before its requests have: others go on from the tokens that routers have got.
+
+        Reservations are the prefill workers', which notice by themselves.
+        """
+        error = DrainingError(f"decode worker {self._worker_id} is draining and could not finish it in time")
+        for prompt in list(self._prompts):
+            self._residents.fail_prompt(prompt, error, blame=self._worker_id)
+        for sequence in list(self._residents.sequences.values()):
+            if sequence.state in (SequenceState.RUNNING, SequenceState.PREEMPTED):
+                self._residents.report(sequence, JobFailed.of(sequence.key, error, blame=self._worker_id))
+                self._residents.stop(sequence.key)
 
     # Hand-offs --------------------------------------------------------------------------------------------------------
-
-    def blocks_for(self, job: GenerationJob) -> int:
-        """Blocks that `job` may come to need. The last token that may be drawn is never computed and needs no KV."""
-        return self._blocks.blocks_for(job.max_total_tokens - 1)
 
     def reserve(self, job: GenerationJob, num_tokens: int, now: float) -> int | NoRoom:
         """Set room aside for a hand-off of `num_tokens` tokens; gives how many leading ones are here already.
 
-        Raises InvalidRequestError, PromptTooLongError, DeadlineExceededError for what can never be served here.
+        Raises InvalidRequestError, PromptTooLongError, DeadlineExceededError, StaleAttemptError for what can never be
+        served here.
         """
-        key = HandoffId(job.request_id, job.attempt)
-        assert key not in self._sequences, f"{key} was reserved twice"
         self._limits.check(job)
-        if num_tokens != job.num_known_tokens:
-            raise InvalidRequestError(
-                f"reserve.num_tokens: {num_tokens} tokens of KV announced for {job.num_known_tokens} token ids",
-                field="reserve.num_tokens",
-            )
-        if job.deadline is not None and now >= job.deadline:
-            raise DeadlineExceededError("the deadline had passed before the decode worker was asked")
-        if self.blocks_for(job) > self._blocks.num_blocks:
-            raise PromptTooLongError(
-                f"job.token_ids: {job.num_prompt_tokens} prompt tokens and up to {job.max_new_tokens} new ones do not "
-                f"fit: the KV pool of this decode worker holds {self._blocks.capacity_tokens}",
-                field="job.token_ids",
-            )
-        room, keep = self._room(job, num_tokens), self.num_growing
-        hashes = self._blocks.chain()
-        num_held = None
-        if len(self._sequences) < self._max_batch_size and not self.count(SequenceState.PREEMPTED):
-            num_held = self._blocks.open(key, job.token_ids, hashes, room=room, keep=keep)
-        if num_held is None:
-            return NoRoom(self._retry_after_s(self._blocks.blocks_for(room) + keep))
-        self._sequences[key] = Sequence(job=job, hashes=hashes, num_held=num_held, tokens=list(job.token_ids))
-        return num_held
+        need = Need.of(job, num_tokens, self._blocks, self._reserve_tokens)
+        need.check(self._worker_id, self._blocks, self._max_batch_size, num_tokens, now)
+        for branch in need.branches:
+            if self._residents.state_of(HandoffId(branch.request_id, branch.attempt)) is not None:
+                raise InvalidRequestError(
+                    f"job.forks: attempt {branch.attempt} of {branch.request_id} is here already", field="job.forks"
+                )
+            # The transfer layer knows the attempts that came by hand-off.
+            if not self._residents.is_newest(branch, local_only=True):
+                raise StaleAttemptError(f"attempt {branch.attempt} of {branch.request_id} comes after a newer one")
+        # A prompt that lacks room was here before.
+        is_held_back = self._residents.refused is not None and self._residents.refused[0].job.priority <= job.priority
+        sequences = None if is_held_back else self._residents.take(need)
+        if sequences is None:
+            return NoRoom(self._retry_after_s(need.num_blocks + self._residents.num_growing, len(need.branches)))
+        self._residents.handoffs[sequences[0].key] = sequences
+        return sequences[0].num_held
 
-    def release(self, key: HandoffId) -> None:
+    def release(self, handoff: HandoffId) -> None:
         """The reservation ended without a commit, and nothing writes into its blocks."""
-        sequence = self._sequences.get(key)
-        assert sequence is not None, f"{key} was released but not reserved"
-        assert sequence.state in (SequenceState.RESERVED, SequenceState.RELEASING), f"{key} is {sequence.state}"
-        self._forget(sequence, committed=False)
+        sequences = self._residents.handoffs.pop(handoff, None)
+        assert sequences is not None, f"{handoff} was released but not reserved"
+        for sequence in sequences:
+            self._residents.forget(sequence, committed=False)
 
-    def commit(self, key: HandoffId, first_token: int, *, exact: bool = True) -> None:
-        """All KV has arrived, `exact` or through a lossy codec; the sequence joins the next step.
+    def commit(self, handoff: HandoffId, first_tokens: Seq[int], *, exact: bool = True) -> None:
+        """All KV has arrived, `exact` or through a lossy codec; the sequences join the next step.
 
-        If it is unwanted by now, or the prefill worker's own token ends it, it leaves at once without a word: its
-        router has been told, or has said so itself.
+        There is one token for each branch, in their order. A branch that is unwanted by now, or that the prefill
+        worker's own token ends, leaves at once without a word: its router has been told, or has said so itself.
         """
-        sequence = self._sequences.get(key)
-        assert sequence is not None, f"{key} was committed but not reserved"
-        index = sequence.job.first_output_index
-        sequence.num_computed = len(sequence.tokens)
-        sequence.exact = exact
-        self._publish(sequence)
-        self._num_held_tokens += sequence.num_held
-        sequence.tokens.append(first_token)
-        unwanted = sequence.state is SequenceState.RELEASING
-        sequence.state = SequenceState.RUNNING
-        if unwanted or sequence.job.finish_reason(index, first_token) is not None:
-            self._leave(sequence)
+        sequences = self._residents.handoffs.pop(handoff, None)
+        assert sequences is not None, f"{handoff} was committed but not reserved"
+        lead = sequences[0]
+        self._num_held_tokens += lead.num_held
+        over = []
+        for sequence, first_token in zip(sequences, first_tokens, strict=True):
+            goes_on = sequence.state is SequenceState.RESERVED and first_token != ENDED
+            if goes_on and first_token >= self._limits.vocab_size:
+                error = HandoffError(
+                    f"first token {first_token} does not exist; the model has {self._limits.vocab_size}"
+                )
+                self._residents.report(sequence, JobFailed.of(sequence.key, error))
+                goes_on = False
+            goes_on = goes_on and sequence.job.finish_reason(sequence.num_output, first_token) is None
+            self._residents.begin(sequence, lead, first_token, goes_on=goes_on, exact=exact)
+            if not goes_on:
+                over.append(sequence)
+        for sequence in over:
+            self._residents.leave(sequence)
 
     def supersede(self, key: HandoffId) -> None:
-        """A newer attempt of a committed request exists."""
-        self._stop(self._sequences.get(key))
+        """A newer attempt of a request exists. If this one is a branch that is not committed yet, the others go on."""
+        self._residents.stop(key)
 
     # Events from routers ----------------------------------------------------------------------------------------------
 
     def cancel(self, key: HandoffId) -> None:
         """The router does not want the request any more. It gets no further event of it."""
-        self._stop(self._sequences.get(key))
+        self._residents.stop(key)
 
     def router_lost(self, router_id: str) -> None:
         """Nobody is there for the tokens of this router's requests."""
-        for sequence in [s for s in self._sequences.values() if s.job.router_id == router_id]:
-            self._stop(sequence)
+        for prompt in self._prompts:
+            if prompt.job.router_id == router_id:
+                self._residents.drop(prompt)
+        for sequence in [s for s in self._residents.sequences.values() if s.job.router_id == router_id]:
+            self._residents.stop(sequence.key)
 
     def tick(self, now: float) -> None:
         """Time has passed: end what is late."""
-        for sequence in list(self._sequences.values()):
+        for prompt in self._prompts:
+            if prompt.job.deadline is not None and now >= prompt.job.deadline:
+                self._residents.fail_prompt(
+                    prompt, DeadlineExceededError("the deadline passed before the prompt was computed")
+                )
+        for sequence in list(self._residents.sequences.values()):
             if sequence.job.deadline is None or now < sequence.job.deadline:
                 continue
             if sequence.state in (SequenceState.RUNNING, SequenceState.PREEMPTED):
                 error = DeadlineExceededError("the deadline passed while decoding")
-                self._emit_failure(sequence, JobFailed.of(sequence.key, error))
-            self._stop(sequence)
+                self._residents.report(sequence, JobFailed.of(sequence.key, error))
+            self._residents.stop(sequence.key)
 
     # Steps ------------------------------------------------------------------------------------------------------------
 
-    def plan_step(self) -> list[PlannedChunk]:
-        """One token for each running sequence, more for those that were preempted. Empty if nothing can be computed."""
+    def plan_step(self, now: float, may_draw: Callable[[GenerationJob], bool] = lambda _: True) -> list[PlannedChunk]:
+        """One token for each running sequence, more for those that were preempted, and then as much of the prompts as
+        is due. Empty if nothing can be computed.
+
+        `may_draw` says whether it is known how to draw a sequence's next token; if not it has no part in the step, and
+        of a prompt all but the last token is computed. If it raises PdServeError, that ends the sequence.
+        """
         assert not self._step and not self._following, "a step is running"
-        self._resume()
+        self._residents.resume()
         budget = RECOMPUTE_TOKENS_PER_STEP
-        for sequence in self._sequences.values():
-            # The state is looked at late: an older one may have pushed this one out a moment ago.
-            if sequence.state is not SequenceState.RUNNING or not self._make_room(sequence):
+        for sequence in list(self._residents.sequences.values()):
+            # The state is looked at late: one before it may have pushed this one out a moment ago.
+            if sequence.state is not SequenceState.RUNNING or not self._may_draw(sequence.job, may_draw):
+                continue
+            if not self._residents.make_room(sequence):
                 continue
             length = sequence.num_to_compute
             if length > 1:
@@ -243,7 +352,33 @@ class DecodeScheduler:
                 budget -= length
             if length:
                 self._step.append((sequence, _chunk(sequence, length)))
+        self._plan_prompts(now, may_draw)
         return [chunk for _, chunk in self._step]
+
+    def _plan_prompts(self, now: float, may_draw: Callable[[GenerationJob], bool]) -> None:
+        """Add chunks of prompts to the step, in order of rank. A prompt gets its room when there are tokens for it; one
+        that finds none holds those back that are behind it and have none either."""
+        self._residents.refused = None
+        # A stream that begins meanwhile has to wait for the end of the step.
+        has_streams = bool(self._step) or self._residents.count(SequenceState.RESERVED) > 0
+        budget = self._chunk_tokens if has_streams else self._max_batch_tokens
+        budget -= sum(len(chunk.token_ids) for _, chunk in self._step if len(chunk.token_ids) > 1)
+        for prompt in self._prompts.ranked():
+            if budget <= 0:
+                return
+            if not prompt.sequences and (self._residents.refused or not self._residents.admit(prompt)):
+                continue
+            lead, length = prompt.sequences[0], min(prompt.num_left, budget)
+            if length == prompt.num_left and not self._may_draw(lead.job, may_draw):
+                length -= 1
+                if length == 0 or prompt not in self._prompts:
+                    continue
+            budget -= length
+            self._step.append((lead, prompt.chunk(length)))
+            if prompt.started_at is None:
+                prompt.started_at = now
+                self._num_held_tokens += lead.num_held
+                self._residents.emit(lead.job.router_id, *prompt.started(self._worker_id))
 
     def plan_following(self) -> list[PlannedChunk]:
         """The step after the one that runs, if only the tokens that this one draws are missing: one for each of the
@@ -253,13 +388,17 @@ class DecodeScheduler:
         `step_failed` itself. A sequence that joins or leaves meanwhile does so after it, unless it is skipped.
         """
         assert self._step and not self._following, "there is one step to follow, and nothing follows it yet"
-        if self.count(SequenceState.RUNNING) != len(self._step) or self.count(SequenceState.PREEMPTED):
+        if self._residents.count(SequenceState.RUNNING) != len(self._step) or self._residents.count(
+            SequenceState.PREEMPTED
+        ):
+            return []
+        if len(self._prompts) and not self._residents.are_still_refused():
             return []
         for sequence, chunk in self._step:
             is_last = chunk.output_index + 1 >= chunk.job.max_new_tokens
             if sequence.state is not SequenceState.RUNNING or not chunk.draws or is_last:
                 return []
-            if chunk.job.sampling.penalizes:
+            if chunk.job.sampling.penalizes or chunk.job.grammar is not None:
                 return []  # how to draw the next token depends on this one
             # Nobody has to give way for a step that may be skipped.
             if not self._blocks.grow(sequence.key, len(sequence.tokens) + 1):
@@ -273,32 +412,37 @@ class DecodeScheduler:
         self._following = []
         for sequence, _ in step:
             if sequence.state is SequenceState.LEAVING:
-                self._forget(sequence, committed=True)
+                self._residents.forget(sequence, committed=True)
 
     def step_done(
         self,
         token_ids: Seq[int],
         query_lens: Seq[int],
         duration_s: float,
+        now: float,
         *,
         logprobs: Mapping[int, TokenLogprobs] = _NOTHING,
+        prompt_logprobs: Mapping[int, tuple[TokenLogprobs, ...]] = _NOTHING,
     ) -> None:
-        """The planned step is computed: the tokens drawn, in the order of the chunks that draw one, and how many tokens
+        """The planned step is computed: the tokens drawn, in the order of the chunks that draw any, and how many tokens
         were computed of each chunk.
 
-        `logprobs` has the log-probabilities of the drawn tokens for those of them that asked, by their index in
-        `token_ids`.
+        For those that asked, `logprobs` has the log-probabilities of drawn tokens, by their index in `token_ids`, and
+        `prompt_logprobs` those of the prompt's tokens that follow the tokens of a chunk, by the chunk's index.
         """
-        weight = STEP_SMOOTHING if self._mean_step_s else 1.0
-        self._mean_step_s += weight * (duration_s - self._mean_step_s)
         step, self._step, self._following = self._step, self._following, []
+        self._note_duration([chunk for _, chunk in step], duration_s)
         drawn = enumerate(token_ids)
-        for (sequence, chunk), query_len in zip(step, query_lens, strict=True):
-            number, token_id = next(drawn) if chunk.draws else (-1, -1)
+        for number, ((sequence, chunk), query_len) in enumerate(zip(step, query_lens, strict=True)):
+            if chunk.is_prompt:
+                outputs = [next(drawn) for _ in (chunk.job, *chunk.forks)] if chunk.draws else []
+                self._prompt_computed(sequence, chunk, now, outputs, logprobs, prompt_logprobs.get(number, ()))
+                continue
+            row, token_id = next(drawn) if chunk.draws else (-1, -1)
             recomputes = len(chunk.token_ids) > 1
             self._num_recomputed_tokens += query_len if recomputes else 0
             if sequence.state is SequenceState.LEAVING:
-                self._leave(sequence)
+                self._residents.leave(sequence)
                 continue
             # A hand-off leaves exactly the newest token to compute. More of them at once would be prefill, unless this
             # scheduler has asked for them.
@@ -317,11 +461,81 @@ class DecodeScheduler:
                 finish_reason=reason,
                 first_step_s=duration_s if sequence.num_steps == 1 else 0.0,
                 local_prefill_tokens=sequence.num_prefilled,
-                logprobs=(logprobs[number],) if number in logprobs else (),
+                logprobs=(logprobs[row],) if row in logprobs else (),
             )
-            self._actions.append(Emit(sequence.job.router_id, event))
+            self._residents.emit(sequence.job.router_id, event)
             if reason is not None:
-                self._leave(sequence)
+                self._residents.leave(sequence)
+
+    def _note_duration(self, chunks: Seq[PlannedChunk], duration_s: float) -> None:
+        """Of a step. What it has taken longer because of prompts is counted as theirs, and not less than their part of
+        it by tokens."""
+        num_tokens = sum(len(chunk.token_ids) for chunk in chunks)
+        of_prompts = [chunk for chunk in chunks if chunk.is_prompt]
+        if not of_prompts:
+            weight = STEP_SMOOTHING if self._mean_step_s else 1.0
+            self._mean_step_s += weight * (duration_s - self._mean_step_s)
+            return
+        num_prompt_tokens = sum(len(chunk.token_ids) for chunk in of_prompts)
+        longer_s = duration_s - (self._mean_step_s if len(of_prompts) < len(chunks) else 0.0)
+        prompts_s = max(longer_s, duration_s * num_prompt_tokens / num_tokens)
+        for chunk in of_prompts:
+            if (prompt := self._prompts.of(chunk.key)) is not None:
+                prompt.compute_s += prompts_s * len(chunk.token_ids) / num_prompt_tokens
+
+    def _prompt_computed(
+        self,
+        lead: Sequence,
+        chunk: PlannedChunk,
+        now: float,
+        outputs: Seq[tuple[int, int]],
+        logprobs: Mapping[int, TokenLogprobs],
+        scored: tuple[TokenLogprobs, ...],
+    ) -> None:
+        """A chunk of a prompt is computed. `outputs` has (row, token) for each of its outputs if it was the last one,
+        `logprobs` is by row, `scored` is of the prompt."""
+        num_tokens = len(chunk.token_ids)
+        self._prompts.num_computed += num_tokens
+        self._num_lone_prompt_tokens += num_tokens == 1
+        prompt = self._prompts.of(lead.key)
+        if prompt is None:
+            self._residents.leave(lead)
+            return
+        prompt.num_computed += num_tokens
+        lead.num_computed += num_tokens
+        self._residents.publish(lead)
+        self._residents.emit(lead.job.router_id, *prompt.scored(chunk.start + 1, scored))
+        if not chunk.draws:
+            return
+        self._prompts.remove(prompt)
+        keys = (HandoffId(job.request_id, job.attempt) for job in (chunk.job, *chunk.forks))
+        drawn = dict(zip(keys, outputs, strict=True))
+        over, num_prefilled = [], prompt.num_computed
+        for sequence in prompt.sequences:
+            row, token_id = drawn[sequence.key]
+            goes_on = sequence.state is SequenceState.PREFILLING
+            if goes_on:
+                # It was computed once, and is counted once.
+                sequence.num_prefilled, num_prefilled = num_prefilled, 0
+                event = prompt.first_token(sequence, token_id, logprobs.get(row), now)
+                self._residents.emit(sequence.job.router_id, event)
+                goes_on = event.finish_reason is None
+            self._residents.begin(sequence, lead, token_id, goes_on=goes_on, exact=True)
+            if not goes_on:
+                over.append(sequence)
+        for sequence in over:
+            self._residents.leave(sequence)
+
+    def fail(self, key: HandoffId, error: PdServeError) -> None:
+        """What is drawn for this sequence is of no meaning, here or elsewhere. Before `step_done` if it is in the
+        step."""
+        sequence, prompt = self._residents.sequences.get(key), self._prompts.of(key)
+        if prompt is not None:
+            # What is wrong with one of its outputs is wrong with all.
+            self._residents.fail_prompt(prompt, error)
+        elif sequence is not None and sequence.state in (SequenceState.RUNNING, SequenceState.PREEMPTED):
+            self._residents.report(sequence, JobFailed.of(key, error))
+            self._residents.stop(key)
 
     def step_failed(self, error: InternalError) -> None:
         """The engine failed: the sequences of the step are lost, all others go on.
@@ -332,95 +546,38 @@ class DecodeScheduler:
         step, self._step = self._step, []
         self._following = []  # the engine skips it
         for sequence, _ in step:
+            if (prompt := self._prompts.of(sequence.key)) is not None:
+                self._residents.fail_prompt(prompt, error, retryable=True, blame=self._worker_id)
+                continue
             if sequence.state is not SequenceState.LEAVING:
                 failure = JobFailed.of(sequence.key, error, retryable=True, blame=self._worker_id)
-                self._emit_failure(sequence, failure)
-            self._forget(sequence, committed=True)
+                self._residents.report(sequence, failure)
+            self._residents.forget(sequence, committed=True)
 
     # Inside -----------------------------------------------------------------------------------------------------------
 
-    def _room(self, job: GenerationJob, num_tokens: int) -> int:
-        """Tokens to set blocks aside for when `num_tokens` are known."""
-        return min(num_tokens + self._reserve_tokens, job.max_total_tokens - 1)
+    def _is_computing(self, sequence: Sequence) -> bool:
+        """Whether a step computes into its blocks, or is about to."""
+        return any(sequence is computing for computing, _ in (*self._step, *self._following))
 
-    def _resume(self) -> None:
-        """Bring preempted sequences back, oldest first, as far as there is room."""
-        for sequence in self._sequences.values():
-            if sequence.state is not SequenceState.PREEMPTED:
-                continue
-            num_computed = self._blocks.open(
-                sequence.key,
-                sequence.tokens,
-                sequence.hashes,
-                room=self._room(sequence.job, len(sequence.tokens)),
-                keep=self.num_growing,
-            )
-            if num_computed is None:
-                return
-            sequence.num_computed = num_computed
-            sequence.state = SequenceState.RUNNING
+    def _may_draw(self, job: GenerationJob, may_draw: Callable[[GenerationJob], bool]) -> bool:
+        try:
+            return may_draw(job)
+        except PdServeError as error:
+            self.fail(HandoffId(job.request_id, job.attempt), error)
+            return False
 
-    def _make_room(self, sequence: Sequence) -> bool:
-        """Blocks for all tokens of a sequence, at the expense of younger ones if need be. False: it has to wait."""
-        while not self._blocks.grow(sequence.key, len(sequence.tokens)):
-            running = [s for s in self._sequences.values() if s.state is SequenceState.RUNNING]
-            if running[-1] is sequence:
-                return False
-            self._preempt(running[-1])
-        return True
-
-    def _preempt(self, sequence: Sequence) -> None:
-        self._num_preemptions += 1
-        sequence.state = SequenceState.PREEMPTED
-        self._close(sequence)
-        sequence.num_computed = 0
-        sequence.exact = True  # it will be computed here
-
-    def _close(self, sequence: Sequence) -> None:
-        """Give the blocks back; what is final in them stays in the cache as long as nobody needs the room."""
-        self._publish(sequence)
-        self._blocks.close(sequence.key)
-
-    def _publish(self, sequence: Sequence) -> None:
-        if sequence.exact:
-            self._blocks.publish(sequence.key, sequence.num_computed, sequence.tokens)
-
-    def _retry_after_s(self, num_blocks: int) -> float:
-        """When room for `num_blocks` blocks and one more sequence is there at the latest, if nothing ends early."""
-        free, num_sequences = self._blocks.num_available, len(self._sequences)
-        running = [s for s in self._sequences.values() if s.state is SequenceState.RUNNING]
+    def _retry_after_s(self, num_blocks: int, num_new: int) -> float:
+        """When room for `num_blocks` blocks and `num_new` more sequences is there, if nothing ends early. A hint:
+        blocks that sequences share are counted with each of them."""
+        free, num_sequences = self._blocks.num_available, len(self._residents.sequences)
+        running = [s for s in self._residents.sequences.values() if s.state is SequenceState.RUNNING]
         for sequence in sorted(running, key=lambda s: s.num_left):
             free += self._blocks.num_held(sequence.key)
             num_sequences -= 1
-            if free >= num_blocks and num_sequences < self._max_batch_size:
+            if free >= num_blocks and num_sequences + num_new <= self._max_batch_size:
                 return min(max(sequence.num_left * self._mean_step_s, MIN_RETRY_S), MAX_RETRY_S)
         return MAX_RETRY_S if running else MIN_RETRY_S
-
-    def _stop(self, sequence: Sequence | None) -> None:
-        if sequence is None:
-            return
-        if sequence.state is SequenceState.RESERVED:
-            sequence.state = SequenceState.RELEASING
-            self._actions.append(CancelReservation(sequence.key))
-        elif sequence.state is SequenceState.RUNNING:
-            self._leave(sequence)
-        elif sequence.state is SequenceState.PREEMPTED:
-            self._forget(sequence, committed=True)
-
-    def _leave(self, sequence: Sequence) -> None:
-        """A running sequence is over; its blocks are free once no step computes into them."""
-        sequence.state = SequenceState.LEAVING
-        if all(sequence is not computing for computing, _ in (*self._step, *self._following)):
-            self._forget(sequence, committed=True)
-
-    def _forget(self, sequence: Sequence, *, committed: bool) -> None:
-        del self._sequences[sequence.key]
-        if self._blocks.holds(sequence.key):
-            self._close(sequence)
-        self._actions.append(Forget(sequence.key, committed))
-
-    def _emit_failure(self, sequence: Sequence, failure: JobFailed) -> None:
-        self._actions.append(Emit(sequence.job.router_id, failure))
 
 
 def _chunk_after(chunk: PlannedChunk) -> PlannedChunk:

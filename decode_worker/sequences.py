@@ -6,18 +6,26 @@ import enum
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from pdserve.engine.block_hash import BlockHashes
+from pdserve.block_hash import BlockHashes
 from pdserve.types import GenerationJob, HandoffId
 from pdserve.worker.events import DecodeEvent
 
 
 class SequenceState(enum.Enum):
-    """Where a sequence is. In all of these states but PREEMPTED it has blocks, which nobody else may write."""
+    """Where a sequence is. In all of these states but QUEUED and PREEMPTED it has blocks, which nobody else may
+    write."""
 
+    QUEUED = "queued"
+    """A router has submitted it, and there has been no room or no time to begin with its prompt."""
+    PREFILLING = "prefilling"
+    """Its prompt is computed here, chunk by chunk. Of several outputs of one prompt that happens in the blocks of the
+    first."""
     RESERVED = "reserved"
     """A prefill worker sends the KV, or is about to. Ends by `commit` or `release`."""
     RELEASING = "releasing"
-    """Unwanted before the commit; waits for the transfer layer to say that nothing writes into the blocks any more."""
+    """Unwanted before the commit; waits for the transfer layer to say that nothing writes into the blocks any more. A
+    fork, into whose own blocks nothing is written before the commit, has none any more. Or the first of several outputs
+    of a prompt that is computed here for the others."""
     RUNNING = "running"
     """In the running batch. Waits in it, without a part in the step, if it needs a block and may not take one."""
     PREEMPTED = "preempted"
@@ -31,11 +39,16 @@ class Sequence:
     """One sequence and its progress."""
 
     job: GenerationJob
+    """Without forks: each of them is a sequence of its own."""
+    handoff: HandoffId
+    """That brings its KV. Branches of one job share it; it has the name of the first."""
     hashes: BlockHashes
     num_held: int
-    """Leading tokens whose KV was here before the hand-off."""
+    """Leading tokens whose KV was here before; of a fork 0, as the rest came for the first branch."""
     tokens: list[int]
     """Prompt and output so far. Once it runs, the newest of them has no KV yet."""
+    local: bool = False
+    """Whether its prompt is computed here: there is no hand-off."""
     state: SequenceState = SequenceState.RESERVED
     num_computed: int = 0
     """Leading tokens that have KV here."""
@@ -77,15 +90,20 @@ class NoRoom:
 @dataclass(frozen=True, slots=True)
 class PlannedChunk:
     """One sequence's part in a step: compute `token_ids` from position `start` on and, if `draws`, draw output token
-    number `output_index`."""
+    number `output_index`, also for each of `forks`."""
 
     key: HandoffId
     job: GenerationJob
     token_ids: tuple[int, ...]
-    """One, unless KV is computed again after a preemption. `NOT_DRAWN` in a step that follows a running one."""
+    """One, unless it is a prompt or KV is computed again after a preemption. `NOT_DRAWN` in a step that follows a
+    running one."""
     start: int
     output_index: int
     draws: bool
+    is_prompt: bool = False
+    """Whether its prompt is computed here for the first time."""
+    forks: tuple[GenerationJob, ...] = ()
+    """Further outputs that go on from here."""
 
 
 NOT_DRAWN = -1
@@ -112,8 +130,16 @@ class CancelReservation:
 
 
 @dataclass(frozen=True, slots=True)
+class CopyBlock:
+    """Copy a block, before anything is computed or another event is applied: `source` may be given away after that."""
+
+    source: int
+    destination: int
+
+
+@dataclass(frozen=True, slots=True)
 class Forget:
-    """Nothing is left of the sequence. `committed` says whether it had been taken over."""
+    """Nothing is left of the sequence. `committed` says whether it had a hand-off that was."""
 
     key: HandoffId
     committed: bool
@@ -127,4 +153,4 @@ class Emit:
     event: DecodeEvent
 
 
-Action = CancelReservation | Forget | Emit
+Action = CancelReservation | CopyBlock | Forget | Emit

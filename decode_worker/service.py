@@ -12,16 +12,26 @@ from collections.abc import AsyncIterator, Sequence
 from grpc.aio import ServicerContext
 
 from decode_worker.scheduler import DecodeScheduler
-from decode_worker.sequences import CancelReservation, Emit, Forget, NoRoom, PlannedChunk, SequenceState, follows
+from decode_worker.sequences import (
+    CancelReservation,
+    CopyBlock,
+    Emit,
+    Forget,
+    NoRoom,
+    PlannedChunk,
+    SequenceState,
+    follows,
+)
 from kv_transfer import Busy, HandoffReceiver, Room
 from kv_transfer.prefix_server import PrefixServer
 from kv_transfer.settings import transfer_config
+from pdserve.block_hash import BlockHasher
 from pdserve.config import Config
-from pdserve.engine.batch import Batch, SampleRequest, SequenceChunk, build_batch
-from pdserve.engine.block_hash import BlockHasher
+from pdserve.engine.batch import Batch, SampleRequest, ScoreRequest, SequenceChunk, build_batch
 from pdserve.engine.logit_edits import SequenceEdits
 from pdserve.engine.sequence_blocks import SequenceBlocks
-from pdserve.errors import InternalError, InvalidRequestError, UnavailableError
+from pdserve.errors import InternalError, InvalidRequestError, OverloadedError, PdServeError, UnavailableError
+from pdserve.grammar import SequenceGrammars
 from pdserve.logs import configure_logging
 from pdserve.rpc.codec import stats_to_proto, worker_info_to_proto
 from pdserve.rpc.v1 import handoff_pb2, prefix_pb2, worker_pb2_grpc
@@ -30,10 +40,20 @@ from pdserve.types import GenerationJob, HandoffId, PrefixFetch, Role, WorkerSta
 from pdserve.worker.codec import decode_command_from_proto, decode_events_to_proto
 from pdserve.worker.drain import DrainWaiter
 from pdserve.worker.engine_thread import Step
-from pdserve.worker.events import Cancel, DecodeCommand, DecodeEvent
+from pdserve.worker.events import (
+    Cancel,
+    DecodeCommand,
+    DecodeEvent,
+    Hello,
+    JobFailed,
+    KeepAlive,
+    Malformed,
+    SubmitLocal,
+)
 from pdserve.worker.host import WorkerHost
 from pdserve.worker.limits import JobLimits
-from pdserve.worker.model import EngineFactory
+from pdserve.worker.metrics import WorkerState
+from pdserve.worker.model import EngineFactory, load_model_tokenizer
 from pdserve.worker.process import run_worker
 from pdserve.worker.sessions import SessionCodec, SessionHub
 from pdserve.worker.tasks import Alarm
@@ -67,13 +87,15 @@ class DecodeService(worker_pb2_grpc.DecodeWorkerServicer):
         self._hub: Hub | None = None
         self._edits: dict[HandoffId, SequenceEdits | None] = {}
         """Bias and penalties of each sequence that has been in a step; made from the job and then kept up to date."""
+        self._grammars: SequenceGrammars | None = None
         self._following: Step | None = None
         """The step that the engine computes after the one that runs."""
-        self._draining = False
         self._wake = asyncio.Event()
         """Something may have become computable."""
         self._alarm = Alarm(self._on_timer)
         self._drained = DrainWaiter()
+        self._drain_is_over = False
+        """Whether all the time that there is to finish has been taken."""
 
     # Service ----------------------------------------------------------------------------------------------------------
 
@@ -83,13 +105,20 @@ class DecodeService(worker_pb2_grpc.DecodeWorkerServicer):
         await host.open(SERVICE_NAMES)
         info, engine = host.info, host.runner.engine
         hasher = BlockHasher(model_fingerprint=info.model_fingerprint, block_size=engine.layout.block_size)
-        self._blocks = SequenceBlocks(engine.num_blocks, hasher)
+        self._blocks = SequenceBlocks(engine.num_blocks, hasher, host.prefixes.changes)
+        host.prefixes.use(lambda: self._blocks.names)
         self._scheduler = DecodeScheduler(
             worker_id=info.worker_id,
             blocks=self._blocks,
             max_batch_size=config.decode.max_batch_size,
             reserve_tokens=config.decode.reserve_tokens,
+            chunk_tokens=config.decode.local_prefill_tokens_per_step,
+            max_batch_tokens=config.decode.max_batch_tokens,
+            max_waiting=config.decode.max_waiting,
             limits=JobLimits(vocab_size=engine.config.vocab_size, max_model_len=info.max_model_len),
+        )
+        self._grammars = SequenceGrammars(
+            functools.partial(load_model_tokenizer, config), engine.config.vocab_size, on_compiled=self._wake.set
         )
         self._hub = SessionHub(
             SessionCodec(decode=decode_command_from_proto, encode=decode_events_to_proto),
@@ -116,11 +145,14 @@ class DecodeService(worker_pb2_grpc.DecodeWorkerServicer):
             config=transfer_config(config),
             tasks=host.tasks,
             bind_host=host.listen_host,
+            channels=host.channels,
         )
         self._prefixes.register(host.server)
         await self._receiver.start()
         worker_pb2_grpc.add_DecodeWorkerServicer_to_server(self, host.server)
         host.tasks.spawn(self._decode(), "decode-steps")
+        receiver = self._receiver
+        await host.serve_metrics(WorkerState(stats=self.stats, transfers=lambda: receiver.stats))
         await host.announce(self.stats)
 
     async def run(self) -> None:
@@ -130,15 +162,20 @@ class DecodeService(worker_pb2_grpc.DecodeWorkerServicer):
 
     async def drain(self) -> None:
         """See `Service.drain`: finishes when every sequence has."""
-        if left := await self._drain(self._config.decode.drain_timeout_s):
-            log.warning("drain time is over", extra={"requests_left": left})
+        if left := await self._drain(0.0 if self._drain_is_over else self._drain_timeout_s):
+            log.warning("drain time is over: giving back what is left", extra={"requests_left": left})
 
     async def stop(self) -> None:
         """See `Service.stop`."""
         self._alarm.set(None)
         if self._hub is not None:
+            if self._scheduler.draining:
+                self._scheduler.give_back()
+                self._changed()
             await self._hub.aclose(1.0)
         await self._host.join_engine()
+        if self._grammars is not None:
+            self._grammars.close()
         if self._receiver is not None:
             await self._receiver.aclose()
         if self._prefixes is not None:
@@ -155,14 +192,17 @@ class DecodeService(worker_pb2_grpc.DecodeWorkerServicer):
         scheduler, runner = self._scheduler, self._host.runner
         assert self._receiver is not None and self._prefixes is not None
         return WorkerStats(
-            num_waiting=scheduler.count(SequenceState.PREEMPTED),
-            num_running=scheduler.count(SequenceState.RUNNING, SequenceState.LEAVING),
+            num_waiting=scheduler.count(SequenceState.QUEUED, SequenceState.PREEMPTED),
+            num_running=scheduler.count(SequenceState.PREFILLING, SequenceState.RUNNING, SequenceState.LEAVING),
             num_transferring=scheduler.count(SequenceState.RESERVED, SequenceState.RELEASING),
             queued_tokens=scheduler.num_running_tokens,
             blocks_in_use=self._blocks.num_used,
             blocks_cached=self._blocks.num_cached,
             blocks_total=self._blocks.num_blocks,
-            prefill_tokens_total=runner.num_prefill_tokens - scheduler.num_recomputed_tokens,
+            prefill_tokens_total=(
+                runner.num_prefill_tokens + scheduler.num_lone_prompt_tokens - scheduler.num_recomputed_tokens
+            ),
+            local_prefill_tokens=scheduler.num_prompt_tokens_left,
             cached_tokens_total=scheduler.num_held_tokens,
             preemptions_total=scheduler.num_preemptions,
             recomputed_tokens_total=scheduler.num_recomputed_tokens,
@@ -171,7 +211,7 @@ class DecodeService(worker_pb2_grpc.DecodeWorkerServicer):
             failed_handoffs_total=self._receiver.stats.num_failed,
             steps_total=runner.num_steps,
             served_fetches_total=self._prefixes.num_served,
-            draining=self._draining,
+            draining=scheduler.draining,
         )
 
     def check_integrity(self) -> None:
@@ -198,11 +238,20 @@ class DecodeService(worker_pb2_grpc.DecodeWorkerServicer):
         self, request: pb.DrainRequest, context: ServicerContext[object, object]
     ) -> pb.DrainResponse:
         """See worker.proto."""
-        return pb.DrainResponse(num_remaining=await self._drain(request.timeout_s))
+        timeout_s = request.timeout_s if request.HasField("timeout_s") else self._drain_timeout_s
+        left = await self._drain(timeout_s)
+        if request.stop:
+            self._drain_is_over = True
+            self._host.stop_process()
+        return pb.DrainResponse(num_remaining=left)
+
+    @property
+    def _drain_timeout_s(self) -> float:
+        return self._config.decode.drain_timeout_s
 
     async def _drain(self, timeout_s: float) -> int:
         assert self._hub is not None and self._receiver is not None and self._prefixes is not None
-        self._draining = True
+        self._scheduler.drain()
         self._receiver.set_draining(True)
         self._prefixes.set_draining()
         await self._host.begin_drain()
@@ -221,6 +270,8 @@ class DecodeService(worker_pb2_grpc.DecodeWorkerServicer):
         answer = self._scheduler.reserve(job, num_tokens, time.monotonic())
         if isinstance(answer, NoRoom):
             return Busy(handoff, answer.retry_after_s)
+        assert self._grammars is not None
+        self._grammars.prepare(job)
         self._changed()
         return Room(self._blocks.ids(handoff)[: self._blocks.blocks_for(num_tokens)], num_held_tokens=answer)
 
@@ -229,12 +280,10 @@ class DecodeService(worker_pb2_grpc.DecodeWorkerServicer):
         self._scheduler.release(handoff)
         self._changed()
 
-    def commit(self, handoff: HandoffId, first_token: int, *, exact: bool) -> None:
+    def commit(self, handoff: HandoffId, first_tokens: tuple[int, ...], *, exact: bool) -> None:
         """See `Admission.commit`."""
-        self._scheduler.commit(handoff, first_token, exact=exact)
-        if self._following is not None:
-            # It has been planned without this sequence, which joins the step that is computed in its place.
-            self._following.skip()
+        self._scheduler.commit(handoff, first_tokens, exact=exact)
+        self._replan()
         self._changed()
 
     def supersede(self, handoff: HandoffId) -> None:
@@ -257,15 +306,40 @@ class DecodeService(worker_pb2_grpc.DecodeWorkerServicer):
     # Events -----------------------------------------------------------------------------------------------------------
 
     def _on_command(self, router_id: str, command: DecodeCommand) -> None:
-        if not isinstance(command, Cancel):
-            return
-        if self._scheduler.state_of(command.id) is None:
-            # The prefill worker's request for room may still be on its way; it will be refused.
-            assert self._receiver is not None
-            self._receiver.cancel(command.id)
+        assert self._receiver is not None and self._hub is not None
+        match command:
+            case SubmitLocal(job=job):
+                self._submit(router_id, job)
+            case Cancel(id=key) if self._scheduler.state_of(key) is None:
+                # The prefill worker's request for room may still be on its way; it will be refused.
+                self._receiver.cancel(key)
+            case Cancel(id=key):
+                self._scheduler.cancel(key)
+                self._changed()
+            case Malformed():
+                self._hub.post(router_id, command.failures)
+            case KeepAlive() | Hello():
+                return
+
+    def _submit(self, router_id: str, job: GenerationJob) -> None:
+        """A prompt to compute here."""
+        assert self._hub is not None and self._grammars is not None
+        try:
+            if job.router_id != router_id:
+                raise InvalidRequestError(
+                    f"job.router_id: {job.router_id!r} in the session of {router_id!r}", field="job.router_id"
+                )
+            self._scheduler.submit(job, time.monotonic())
+        except PdServeError as error:
+            # What this worker cannot take now, another one may.
+            elsewhere = isinstance(error, OverloadedError | UnavailableError)
+            blame = self._host.worker_id if elsewhere else ""
+            keys = (HandoffId(branch.request_id, branch.attempt) for branch in job.branches)
+            self._hub.post(router_id, [JobFailed.of(key, error, blame=blame) for key in keys])
         else:
-            self._scheduler.cancel(command.id)
-            self._changed()
+            self._grammars.prepare(job)
+            self._replan()
+        self._changed()
 
     def _on_router_lost(self, router_id: str) -> None:
         self._scheduler.router_lost(router_id)
@@ -275,18 +349,26 @@ class DecodeService(worker_pb2_grpc.DecodeWorkerServicer):
         self._scheduler.tick(time.monotonic())
         self._changed()
 
+    def _replan(self) -> None:
+        """What has come joins the step that is computed in place of the one that has been planned without it."""
+        if self._following is not None:
+            self._following.skip()
+
     # Actions ----------------------------------------------------------------------------------------------------------
 
     def _changed(self) -> None:
         """After an event: do what the scheduler asks for, and see whether there is something to compute now."""
-        assert self._hub is not None and self._receiver is not None
+        assert self._hub is not None and self._receiver is not None and self._grammars is not None
         events: defaultdict[str, list[DecodeEvent]] = defaultdict(list)
         for action in self._scheduler.take_actions():
             match action:
                 case CancelReservation(key):
                     self._receiver.cancel(key)
+                case CopyBlock(source, destination):
+                    self._host.runner.engine.store.copy(source, destination)
                 case Forget(key, committed):
                     self._edits.pop(key, None)
+                    self._grammars.forget(key)
                     if committed:
                         self._receiver.finished(key)
                 case Emit(router_id, event):
@@ -299,15 +381,19 @@ class DecodeService(worker_pb2_grpc.DecodeWorkerServicer):
 
     async def _decode(self) -> None:
         """One step after the other, for ever. Raises InternalError when the engine cannot be trusted any more."""
-        runner, scheduler = self._host.runner, self._scheduler
+        runner, scheduler, grammars = self._host.runner, self._scheduler, self._grammars
+        assert grammars is not None
         step: Step | None = None
         while True:
             if step is None:
-                plan = scheduler.plan_step()
+                plan = scheduler.plan_step(time.monotonic(), grammars.ready)
                 if not plan:
+                    self._changed()  # a grammar that cannot be compiled has ended its sequences
                     self._wake.clear()
                     await self._wake.wait()
                     continue
+                if any(chunk.is_prompt for chunk in plan):
+                    self._changed()  # its router hears that it has begun
                 step = runner.start(self._batch(plan))
             self._following = self._follow(step)
             try:
@@ -323,7 +409,16 @@ class DecodeService(worker_pb2_grpc.DecodeWorkerServicer):
                 scheduler.step_skipped()
                 step = None
             else:
-                scheduler.step_done(result.token_ids, result.query_lens, result.duration_s, logprobs=result.logprobs)
+                for key, failure in grammars.take_failed().items():
+                    scheduler.fail(key, failure)
+                scheduler.step_done(
+                    result.token_ids,
+                    result.query_lens,
+                    result.duration_s,
+                    time.monotonic(),
+                    logprobs=result.logprobs,
+                    prompt_logprobs=result.prompt_logprobs,
+                )
                 step = self._following
             self._changed()
 
@@ -342,16 +437,27 @@ class DecodeService(worker_pb2_grpc.DecodeWorkerServicer):
             token_ids=chunk.token_ids,
             start_position=chunk.start,
             block_table=self._blocks.ids(chunk.key),
-            sample=self._sample(chunk) if chunk.draws else None,
+            samples=self._samples(chunk) if chunk.draws else (),
+            score=ScoreRequest.for_prompt(chunk.job, chunk.start, len(chunk.token_ids)) if chunk.is_prompt else None,
         )
 
-    def _sample(self, chunk: PlannedChunk) -> SampleRequest:
-        if chunk.key not in self._edits:
-            self._edits[chunk.key] = SequenceEdits.for_job(chunk.job)
-        edits = self._edits[chunk.key]
-        if edits is not None:
-            edits.observe(chunk.output_index - 1, chunk.token_ids[-1])
-        return SampleRequest.for_job(chunk.job, chunk.output_index, edits)
+    def _samples(self, chunk: PlannedChunk) -> tuple[SampleRequest, ...]:
+        """How to draw the next token of each output that goes on from `chunk`."""
+        assert self._grammars is not None
+        job, output_index = chunk.job, chunk.output_index
+        output = job.token_ids[job.num_prompt_tokens :]
+        if chunk.is_prompt:
+            # All of its outputs are at the same place: they have the same bias and penalties, and the same grammar.
+            edits = SequenceEdits.for_job(job)
+        else:
+            if chunk.key not in self._edits:
+                self._edits[chunk.key] = SequenceEdits.for_job(job)
+            edits, newest = self._edits[chunk.key], chunk.token_ids[-1]
+            if edits is not None:
+                edits.observe(output_index - 1, newest)
+            output = (*output, newest)
+        allowed = self._grammars.allowed(job, output_index, output)
+        return tuple(SampleRequest.for_job(branch, output_index, edits, allowed) for branch in (job, *chunk.forks))
 
 
 def main(config: Config) -> int:

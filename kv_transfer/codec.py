@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 
 from kv_transfer.messages import (
+    ENDED,
     Abort,
     AbortAck,
     Busy,
@@ -73,6 +74,16 @@ def _job_from(message: pb.Reserve) -> GenerationJob | PrefixFetch:
     return job_from_proto(message.job)
 
 
+def _first_tokens_from(message: pb.Commit) -> tuple[int, ...]:
+    tokens = tuple(message.first_tokens)
+    if not tokens or min(tokens) < ENDED:
+        raise InvalidRequestError(
+            f"commit.first_tokens: a token id or {ENDED} for each output, got {list(tokens)}",
+            field="commit.first_tokens",
+        )
+    return tokens
+
+
 def request_to_proto(message: Request) -> pb.HandoffRequest:
     """Prefill worker to decode worker."""
     match message:
@@ -93,8 +104,8 @@ def request_to_proto(message: Request) -> pb.HandoffRequest:
             return pb.HandoffRequest(heartbeat=pb.LinkHeartbeat())
         case Reserve():
             return pb.HandoffRequest(reserve=_reserve(message))
-        case Commit(handoff, nonce, first_token):
-            return pb.HandoffRequest(commit=pb.Commit(id=_id(handoff), nonce=nonce, first_token=first_token))
+        case Commit(handoff, nonce, first_tokens):
+            return pb.HandoffRequest(commit=pb.Commit(id=_id(handoff), nonce=nonce, first_tokens=first_tokens))
         case Renew(handoff, nonce):
             return pb.HandoffRequest(renew=pb.Renew(id=_id(handoff), nonce=nonce))
         case Abort(handoff, nonce):
@@ -161,7 +172,7 @@ _FROM_REQUEST: dict[str, Callable[[pb.HandoffRequest], Request]] = {
     "reserve": lambda m: Reserve(
         _id_from(m.reserve.id), _job_from(m.reserve), m.reserve.num_tokens, m.reserve.plan_hash
     ),
-    "commit": lambda m: Commit(_id_from(m.commit.id), m.commit.nonce, m.commit.first_token),
+    "commit": lambda m: Commit(_id_from(m.commit.id), m.commit.nonce, _first_tokens_from(m.commit)),
     "renew": lambda m: Renew(_id_from(m.renew.id), m.renew.nonce),
     "abort": lambda m: Abort(_id_from(m.abort.id), m.abort.nonce),
     "quiet": lambda m: Quiet(_id_from(m.quiet.id), m.quiet.nonce),

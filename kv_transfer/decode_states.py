@@ -61,7 +61,9 @@ class Reserved:
     lease_until: float
     expires_at: float
     """No renewal goes beyond this."""
-    first_token: int | None = None
+    num_branches: int = 1
+    """Outputs that go on from the KV, and share it."""
+    first_tokens: tuple[int, ...] | None = None
     """Set by a Commit that came before the last chunk; it takes effect when that is stored."""
     stored_at_commit: int = 0
     """`stored` when that Commit came: a repeated one that finds no progress is answered with what is missing."""
@@ -141,6 +143,7 @@ class Allocated:
     num_chunks: int
     num_held_tokens: int
     plan_hash: int
+    num_branches: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -286,9 +289,9 @@ class ReleaseBlocks:
 
 @dataclass(frozen=True, slots=True)
 class StartDecode:
-    """The request is the scheduler's from now on."""
+    """The request is the scheduler's from now on; see `Commit` for the tokens."""
 
-    first_token: int
+    first_tokens: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)

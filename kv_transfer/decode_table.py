@@ -135,6 +135,7 @@ def _granted(s: Absent, e: Allocated, now: float) -> Result:
         link=e.link,
         num_chunks=e.num_chunks,
         num_held_tokens=e.num_held_tokens,
+        num_branches=e.num_branches,
         plan_hash=e.plan_hash,
         lease_until=now + timers.lease_s,
         expires_at=now + timers.max_reservation_s,
@@ -175,10 +176,10 @@ def _extended(s: Reserved, now: float) -> Reserved:
 
 
 def _commit_if_complete(s: Reserved, actions: tuple[DecodeAction, ...]) -> Result:
-    if s.first_token is None or not s.complete:
+    if s.first_tokens is None or not s.complete:
         return s, actions
     state = Committed(terms=s.terms, nonce=s.nonce)
-    return state, (*actions, StartDecode(s.first_token), Send(CommitAck(s.terms.id, s.nonce)))
+    return state, (*actions, StartDecode(s.first_tokens), Send(CommitAck(s.terms.id, s.nonce)))
 
 
 def _chunk(s: Reserved, e: ChunkArrived, now: float) -> Result:
@@ -210,7 +211,7 @@ def _damaged(s: Reserved, e: ChunkArrived, now: float) -> Result:
         message = f"chunk {e.seq} arrived damaged {counts[e.seq]} times, last: {reason}"
         return _release(s, "handoff_failed", message, now, FenceLink(s.link))
     # A Commit that waits is void: P goes back to pushing and sends a new one after the repeat.
-    s = replace(s, naks=tuple(sorted(counts.items())), first_token=None)
+    s = replace(s, naks=tuple(sorted(counts.items())), first_tokens=None)
     return s, (Send(ChunkNak(s.terms.id, s.nonce, e.seq, reason)),)
 
 
@@ -227,17 +228,20 @@ def _store_failed(s: Reserved, e: StoreFailed, now: float) -> Result:
 def _commit(s: Reserved, e: CommitArrived, now: float) -> Result:
     if e.message.nonce != s.nonce:
         return s, (_gone(s, e.message.nonce, "stale_attempt", "the commit belongs to an older ticket"),)
-    repeated_without_progress = s.first_token is not None and s.stored == s.stored_at_commit
+    num_drawn = len(e.message.first_tokens)
+    if num_drawn != s.num_branches:
+        return _release(s, "handoff_failed", f"the commit has {num_drawn} tokens for {s.num_branches} outputs", now)
+    repeated_without_progress = s.first_tokens is not None and s.stored == s.stored_at_commit
     # After a reconnection P may go on under the ticket it holds; the chunks come on the new link then.
     s = replace(
         _extended(s, now),
-        first_token=e.message.first_token,
+        first_tokens=e.message.first_tokens,
         stored_at_commit=s.stored,
         link=max(s.link, e.link, key=lambda link: link.generation),
     )
     if repeated_without_progress and not s.complete:
         # P goes back to pushing. Its next Commit may overtake the repeats as the first one did, and counts as new.
-        return replace(s, first_token=None), (Send(CommitNack(s.terms.id, s.nonce, s.missing_seqs)),)
+        return replace(s, first_tokens=None), (Send(CommitNack(s.terms.id, s.nonce, s.missing_seqs)),)
     return _commit_if_complete(s, ())
 
 

@@ -150,15 +150,15 @@ class Handoff:
             self._frontier = frontier
             self._link.dispatch(self, Computed(frontier))
 
-    async def commit(self, first_token: int) -> HandoffResult:
-        """Hand the request over with its first drawn token; every token must be final.
+    async def commit(self, *first_tokens: int) -> HandoffResult:
+        """Hand the request over with the first drawn token of each branch, see `Commit`; every token must be final.
 
         Returns once the decode worker owns it: the caller may free the source blocks. Raises like `reserve`; an error
         with `details["outcome"] == "unknown"` means that the decode worker may own it all the same.
         """
         assert self._frontier.num_tokens >= self.plan.num_tokens, f"commit of {self.id} before all tokens are final"
         self._commit_called_at = time.monotonic()
-        self._link.dispatch(self, CommitRequested(first_token))
+        self._link.dispatch(self, CommitRequested(first_tokens))
         await self._ended.wait()
         self._raise_if_failed()
         stored_at = min(max(self._stored_at, self._commit_called_at), self._ended_at)

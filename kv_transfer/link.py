@@ -52,7 +52,7 @@ from kv_transfer.transports.base import Endpoint, TransportContext, TransportKin
 from kv_transfer.transports.grpc_raw import grpc_reason
 from kv_transfer.wire_format import WireFormat, negotiate
 from pdserve.errors import InternalError, OverloadedError, PdServeError, WorkerLostError, error_from_code
-from pdserve.rpc.options import CHANNEL_OPTIONS
+from pdserve.security.identity import PeerRole
 from pdserve.types import DecodeTarget, HandoffId
 from pdserve.worker_info import WorkerInfo
 
@@ -264,7 +264,9 @@ class PrefillLink:
         Raises IncompatibleWorkersError, WorkerLostError (another incarnation answers) or what the decode worker says if
         the link cannot be used at all.
         """
-        channel = grpc.aio.insecure_channel(self.target.address, options=CHANNEL_OPTIONS)
+        channel = self._context.channels.open(
+            self.target.address, PeerRole.PREFILL if self._for_prefixes else PeerRole.DECODE
+        )
         call: ControlCall | None = None
         lanes: Lanes | None = None
         try:

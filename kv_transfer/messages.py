@@ -11,7 +11,10 @@ from dataclasses import dataclass, field
 from pdserve.types import GenerationJob, HandoffId, PrefixFetch
 from pdserve.worker_info import WorkerInfo
 
-PROTOCOL_VERSION = 3
+PROTOCOL_VERSION = 4
+
+ENDED = -1
+"""In place of a branch's first token: it has ended with that token, or nobody wants it any more."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -105,7 +108,9 @@ class Commit:
 
     id: HandoffId
     nonce: int
-    first_token: int
+    first_tokens: tuple[int, ...]
+    """What was drawn for each branch of the job, in their order: `ENDED` for those that do not go on. For a prefix one
+    number that means nothing."""
 
 
 @dataclass(frozen=True, slots=True)

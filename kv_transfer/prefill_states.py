@@ -56,7 +56,7 @@ class Reserving:
     offer: Offer
     frontier: Frontier
     """How far the KV is final."""
-    first_token: int | None
+    first_tokens: tuple[int, ...] | None
     """Set once the caller has asked for the commit."""
     committed_nonce: int = 0
     """Ticket of a lost link under which a Commit was sent; D may have taken the request. 0: none."""
@@ -84,7 +84,7 @@ class Push:
     acked: int = 0
     reposts: tuple[tuple[int, int], ...] = ()
     """(seq, how often it had to be posted again)."""
-    first_token: int | None
+    first_tokens: tuple[int, ...] | None
     """Set once the caller has asked for the commit."""
     commit_sent: bool = False
     restarts: int
@@ -200,9 +200,9 @@ class SourceFree:
 
 @dataclass(frozen=True, slots=True)
 class CommitRequested:
-    """The caller has drawn the first token."""
+    """The caller has drawn the first token of every branch; see `Commit`."""
 
-    first_token: int
+    first_tokens: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)

@@ -73,7 +73,7 @@ def start(offer: Offer, now: float) -> Reserving:
     return Reserving(
         offer=offer,
         frontier=Frontier(),
-        first_token=None,
+        first_tokens=None,
         deadline=now + timers.reserve_timeout_s,
         resend_at=now + timers.resend_s,
     )
@@ -112,7 +112,7 @@ def _restart(s: Pushing, now: float) -> Result:
     state = replace(
         start(s.offer, now),
         frontier=s.push.frontier,
-        first_token=s.push.first_token,
+        first_tokens=s.push.first_tokens,
         committed_nonce=s.push.nonce if s.push.commit_sent else 0,
         restarts=s.push.restarts + 1,
     )
@@ -151,7 +151,7 @@ def _owned_by_decode(s: Holding, now: float) -> Result:
 
 def _advance(offer: Offer, push: Push, now: float) -> Result:
     """Pushing with `push`, or Committing if that was the last thing missing."""
-    if push.first_token is None or push.reading or not push.all_posted:
+    if push.first_tokens is None or push.reading or not push.all_posted:
         return Pushing(offer=offer, push=push), ()
     timers = offer.timers
     state = Committing(
@@ -160,7 +160,7 @@ def _advance(offer: Offer, push: Push, now: float) -> Result:
         deadline=now + timers.commit_timeout_s,
         resend_at=now + timers.resend_s,
     )
-    return state, (Send(Commit(offer.id, push.nonce, push.first_token)),)
+    return state, (Send(Commit(offer.id, push.nonce, push.first_tokens)),)
 
 
 def _repost(s: Holding, seqs: tuple[int, ...], reason: str, now: float) -> Result:
@@ -202,7 +202,7 @@ def _granted(s: Reserving, e: Grant, now: float) -> Result:
         nonce=e.nonce,
         plan=plan,
         frontier=s.frontier,
-        first_token=s.first_token,
+        first_tokens=s.first_tokens,
         restarts=s.restarts,
         one_sided=s.one_sided,
         progress_at=now,
@@ -340,11 +340,11 @@ def _quiet(s: Aborting, e: SourceFree, now: float) -> Result:
 
 
 def _remember_commit(s: Reserving, e: CommitRequested, now: float) -> Result:
-    return replace(s, first_token=e.first_token), ()
+    return replace(s, first_tokens=e.first_tokens), ()
 
 
 def _commit(s: Pushing, e: CommitRequested, now: float) -> Result:
-    return _advance(s.offer, replace(s.push, first_token=e.first_token), now)
+    return _advance(s.offer, replace(s.push, first_tokens=e.first_tokens), now)
 
 
 def _cancel_reserving(s: Reserving, e: Cancelled, now: float) -> Result:
@@ -387,10 +387,10 @@ def _post_again(s: Holding, e: TransportChanged, now: float) -> Result:
 
 
 def _resend_commit(s: Committing, now: float) -> tuple[Committing, tuple[PrefillAction, ...]]:
-    assert s.push.first_token is not None
+    assert s.push.first_tokens is not None
     return (
         replace(s, resend_at=now + s.offer.timers.resend_s),
-        (Send(Commit(s.offer.id, s.push.nonce, s.push.first_token)),),
+        (Send(Commit(s.offer.id, s.push.nonce, s.push.first_tokens)),),
     )
 
 

@@ -10,8 +10,9 @@ import grpc
 from kv_transfer.codec import prefix_request_to_proto
 from kv_transfer.messages import PrefixRequest
 from pdserve.rpc.errors import error_of
-from pdserve.rpc.options import CHANNEL_OPTIONS
 from pdserve.rpc.v1.prefix_pb2_grpc import PrefixStoreStub
+from pdserve.security.identity import ANY_WORKER
+from pdserve.security.internal import PLAINTEXT, Channels
 from pdserve.types import PrefixHolder
 
 MAX_CHANNELS: Final = 32
@@ -21,7 +22,10 @@ MAX_CHANNELS: Final = 32
 class PrefixClient:
     """Keeps a connection to each holder it has asked. Belongs to one event loop."""
 
-    def __init__(self) -> None:
+    def __init__(self, channels: Channels = PLAINTEXT) -> None:
+        """`channels` makes the connections."""
+        self._opener = channels
+        self._version = channels.version
         self._channels: OrderedDict[str, grpc.aio.Channel] = OrderedDict()
         """By incarnation, least recently used first."""
 
@@ -45,11 +49,13 @@ class PrefixClient:
             await channel.close()
 
     async def _channel(self, holder: PrefixHolder) -> grpc.aio.Channel:
+        if self._version != self._opener.version:
+            # They would show the old certificate whenever they connect again.
+            self._version = self._opener.version
+            await self.aclose()
         channel = self._channels.get(holder.incarnation)
         if channel is None:
-            channel = self._channels[holder.incarnation] = grpc.aio.insecure_channel(
-                holder.address, options=CHANNEL_OPTIONS
-            )
+            channel = self._channels[holder.incarnation] = self._opener.open(holder.address, ANY_WORKER)
         self._channels.move_to_end(holder.incarnation)
         if len(self._channels) > MAX_CHANNELS:
             _, oldest = self._channels.popitem(last=False)

@@ -31,6 +31,7 @@ from pdserve.errors import (
 from pdserve.kv_layout import KvBlockStore
 from pdserve.rpc.v1 import prefix_pb2 as pb
 from pdserve.rpc.v1.prefix_pb2_grpc import PrefixStoreServicer, add_PrefixStoreServicer_to_server
+from pdserve.security.internal import PLAINTEXT, Channels
 from pdserve.types import HandoffId, PrefixFetch, Role
 from pdserve.worker.tasks import TaskScope
 from pdserve.worker_info import WorkerInfo
@@ -69,8 +70,9 @@ class PrefixServer:
         config: TransferConfig,
         tasks: TaskScope,
         bind_host: str = "127.0.0.1",
+        channels: Channels = PLAINTEXT,
     ) -> None:
-        """`tasks` must outlive `aclose`; `bind_host` is as for `HandoffSender`."""
+        """`tasks` must outlive `aclose`; `bind_host` and `channels` are as for `HandoffSender`."""
         self._info = info.as_prefix_peer
         self._block_size = store.layout.block_size
         self._cache = cache
@@ -78,7 +80,7 @@ class PrefixServer:
         # until the transports of a new link are measured; the configured order will do.
         config = replace(config, tail_tokens=0, preflight=False)
         self._sender = HandoffSender(
-            info=self._info, store=store, config=config, bind_host=bind_host, for_prefixes=True
+            info=self._info, store=store, config=config, bind_host=bind_host, for_prefixes=True, channels=channels
         )
         self._numbers = itertools.count(1)
         self._tasks = tasks

@@ -3,6 +3,10 @@
 Everything goes through `apply`, which never awaits. Threads of transports write into reserved blocks meanwhile; the
 ticket of a reservation is closed as soon as its state has left Reserved, before anything else is done, so that no byte
 can land in blocks that have been released or handed to the scheduler.
+
+The branches of a joint job (one with forks) share a hand-off, which has the name of the first of them. While it is
+being filled a newer attempt of one of them ends that one only, by `Admission.supersede`. When it is committed each
+branch becomes a hand-off of its own, which ends and is superseded alone.
 """
 
 from __future__ import annotations
@@ -21,6 +25,7 @@ from kv_transfer.decode_states import (
     Allocate,
     Allocated,
     ChunkArrived,
+    Committed,
     DecodeAction,
     DecodeEvent,
     DecodeState,
@@ -52,7 +57,7 @@ from kv_transfer.table import Machine
 from kv_transfer.tickets import Landed, Ticket
 from kv_transfer.wire import FrameError, decode
 from kv_transfer.wire_format import WireFormat
-from pdserve.errors import IncompatibleWorkersError, InvalidRequestError, PdServeError, UnavailableError
+from pdserve.errors import DrainingError, IncompatibleWorkersError, InvalidRequestError, PdServeError
 from pdserve.kv_layout import KvBlockStore
 from pdserve.types import GenerationJob, HandoffId, PrefixFetch
 
@@ -74,7 +79,8 @@ class Admission(Protocol):
     """The worker, as seen from its receiver. Every call is made in the event loop and must not block.
 
     Calls for one id come in this order: `reserve`, then `release` or `commit`, then perhaps `supersede`. After
-    `release` the same id may be reserved again (its link broke).
+    `release` the same id may be reserved again (its link broke). A branch of a joint job may be superseded from
+    `reserve` on.
     """
 
     def reserve(self, job: GenerationJob | PrefixFetch, handoff: HandoffId, num_tokens: int) -> Room | Busy:
@@ -86,16 +92,20 @@ class Admission(Protocol):
     def release(self, handoff: HandoffId) -> None:
         """The reservation has ended without a commit. Nothing writes to its blocks any more: free them."""
 
-    def commit(self, handoff: HandoffId, first_token: int, *, exact: bool) -> None:
-        """Every byte is in place and verified. The request is the worker's: decode on from `first_token`.
+    def commit(self, handoff: HandoffId, first_tokens: tuple[int, ...], *, exact: bool) -> None:
+        """Every byte is in place and verified. The request is the worker's: decode on from the first token.
 
-        A prefix is the worker's in the same way, and nobody decodes it.
+        There is one for each branch of the job, `ENDED` for those that do not go on. The receiver is to be told of the
+        end of every branch, also of those. A prefix is the worker's in the same way, and nobody decodes it.
 
         Not `exact`: the KV went through a lossy codec. It must not become anybody else's prefix.
         """
 
     def supersede(self, handoff: HandoffId) -> None:
-        """A newer attempt of this committed request has arrived: stop decoding it and free its blocks."""
+        """A newer attempt of this request has arrived: stop decoding it and free its blocks.
+
+        If it is a branch of a joint job that is not committed yet, the hand-off goes on for the others.
+        """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,9 +124,11 @@ class Origin:
 class _Entry:
     """One hand-off id, with what its actions need beside the pure state."""
 
-    def __init__(self, terms: Terms, origin: Origin | None) -> None:
-        self.machine: Machine[DecodeState, DecodeEvent, DecodeAction] = Machine(start(terms), step)
+    def __init__(self, state: DecodeState, origin: Origin | None) -> None:
+        self.machine: Machine[DecodeState, DecodeEvent, DecodeAction] = Machine(state, step)
         self.origin = origin
+        self.branches: tuple[HandoffId, ...] = ()
+        """Of a joint job, itself first; empty for any other."""
         self.ticket: Ticket | None = None
         """Of the newest grant, also when it is over."""
 
@@ -155,6 +167,8 @@ class Reservations:
         self._entries: dict[HandoffId, _Entry] = {}
         self._attempts: dict[str, set[int]] = {}
         """Attempts in `_entries` of each request."""
+        self._filling: set[HandoffId] = set()
+        """Branches of joint jobs whose hand-off is being filled."""
         self._live: set[HandoffId] = set()
         """Reserved or quarantined: those that time can change."""
         self._tombs: dict[HandoffId, None] = {}
@@ -169,7 +183,8 @@ class Reservations:
 
     def newest_attempt(self, request_id: str) -> int:
         """Highest attempt of a request that is known here; 0 if none is."""
-        return max(self._attempts.get(request_id, ()), default=0)
+        filling = (branch.attempt for branch in self._filling if branch.request_id == request_id)
+        return max((*self._attempts.get(request_id, ()), *filling), default=0)
 
     def history(self, handoff: HandoffId) -> tuple[str, ...]:
         """How a hand-off got where it is, for logs; empty if it is not known."""
@@ -181,9 +196,8 @@ class Reservations:
         entry = self._entries.get(handoff)
         if entry is None:
             one_sided = origin is not None and origin.one_sided
-            entry = _Entry(Terms(id=handoff, timers=self._timers, one_sided=one_sided), origin)
-            self._entries[handoff] = entry
-            self._attempts.setdefault(handoff.request_id, set()).add(handoff.attempt)
+            entry = _Entry(start(Terms(id=handoff, timers=self._timers, one_sided=one_sided)), origin)
+            self._add(entry, handoff)
         elif origin is not None:
             entry.origin = origin
         actions = entry.machine.apply(event, time.monotonic())
@@ -286,9 +300,7 @@ class Reservations:
                 if entry.origin is not None:
                     self._send(entry.origin.link.prefill_incarnation, message)
             case SupersedeOlder():
-                for attempt in sorted(self._attempts[handoff.request_id]):
-                    if attempt < handoff.attempt:
-                        self.apply(HandoffId(handoff.request_id, attempt), Superseded())
+                self._supersede_older(handoff)
             case Allocate(message, link):
                 self.apply(handoff, self._allocate(entry, message, link))
             case StoreChunk(seq, nbytes):
@@ -296,10 +308,11 @@ class Reservations:
             case ReleaseBlocks():
                 self.num_failed += 1
                 self._admission.release(handoff)
-            case StartDecode(first_token):
+            case StartDecode(first_tokens):
                 self.num_committed += 1
                 assert entry.ticket is not None, "a commit has a ticket"
-                self._admission.commit(handoff, first_token, exact=entry.ticket.plan.wire.exact)
+                self._separate(entry)
+                self._admission.commit(handoff, first_tokens, exact=entry.ticket.plan.wire.exact)
             case StopDecode():
                 self._admission.supersede(handoff)
             case FenceLink(link):
@@ -307,9 +320,31 @@ class Reservations:
             case Forget():
                 self._drop(entry, handoff)
 
+    def _supersede_older(self, handoff: HandoffId) -> None:
+        attempts = {HandoffId(handoff.request_id, attempt) for attempt in self._attempts.get(handoff.request_id, ())}
+        filling = {branch for branch in self._filling if branch.request_id == handoff.request_id}
+        for older in sorted(key for key in attempts | filling if key.attempt < handoff.attempt):
+            if older in self._filling:
+                self._admission.supersede(older)
+            else:
+                self.apply(older, Superseded())
+
+    def _separate(self, entry: _Entry) -> None:
+        """The branches of a joint job are committed: from now on each of them is a hand-off of its own."""
+        state = entry.machine.state
+        assert isinstance(state, Committed)
+        self._filling.difference_update(entry.branches)
+        for branch in entry.branches[1:]:
+            if branch not in self._entries:  # otherwise its end has come before its beginning
+                terms = Terms(id=branch, timers=self._timers, one_sided=state.terms.one_sided)
+                self._add(_Entry(Committed(terms=terms, nonce=state.nonce), None), branch)
+
     def _allocate(self, entry: _Entry, message: Reserve, link: LinkId) -> Allocated | NoRoom | Unservable:
         if self.draining:
-            return Unservable(UnavailableError.code, "the decode worker is draining")
+            return Unservable(DrainingError.code, "the decode worker is draining")
+        branches = _branches(message.job)
+        for fork in branches[1:]:
+            self._supersede_older(fork)
         try:
             whole_plan = self._plan(entry, message)
             answer = self._admission.reserve(message.job, message.id, message.num_tokens)
@@ -337,7 +372,13 @@ class Reservations:
             report=self.landings.report,
         )
         self.landings.add(entry.ticket)
-        return Allocated(entry.ticket.nonce, link, plan.num_chunks, answer.num_held_tokens, plan.plan_hash)
+        entry.branches = branches if len(branches) > 1 else ()
+        for fork in branches[1:]:
+            if fork in self._entries or self.newest_attempt(fork.request_id) > fork.attempt:
+                self._admission.supersede(fork)
+        return Allocated(
+            entry.ticket.nonce, link, plan.num_chunks, answer.num_held_tokens, plan.plan_hash, len(branches)
+        )
 
     def _plan(self, entry: _Entry, message: Reserve) -> ChunkPlan:
         """The plan for all tokens, on which both must agree. Raises a PdServeError that names the field at fault."""
@@ -374,10 +415,18 @@ class Reservations:
 
     # Index ------------------------------------------------------------------------------------------------------------
 
+    def _add(self, entry: _Entry, handoff: HandoffId) -> None:
+        self._entries[handoff] = entry
+        self._attempts.setdefault(handoff.request_id, set()).add(handoff.attempt)
+
     def _index(self, entry: _Entry, handoff: HandoffId) -> None:
         if self._entries.get(handoff) is not entry:
             return
         state = entry.machine.state
+        if isinstance(state, Reserved):
+            self._filling.update(entry.branches)
+        else:
+            self._filling.difference_update(entry.branches)
         if isinstance(state, Reserved | Quarantined):
             self._live.add(handoff)
         else:
@@ -397,3 +446,11 @@ class Reservations:
         attempts.discard(handoff.attempt)
         if not attempts:
             del self._attempts[handoff.request_id]
+
+
+def _branches(job: GenerationJob | PrefixFetch) -> tuple[HandoffId, ...]:
+    forks = job.forks if isinstance(job, GenerationJob) else ()
+    return (
+        HandoffId(job.request_id, job.attempt),
+        *(HandoffId(fork.request_id, fork.attempt) for fork in forks),
+    )

@@ -17,6 +17,7 @@ from kv_transfer.transports import TRANSPORTS, select
 from kv_transfer.transports.base import TransportContext, TransportKind
 from pdserve.errors import PdServeError, UnavailableError
 from pdserve.kv_layout import KvBlockStore
+from pdserve.security.internal import PLAINTEXT, Channels
 from pdserve.types import DecodeTarget, GenerationJob, PrefixFetch
 from pdserve.worker_info import WorkerInfo
 
@@ -56,11 +57,13 @@ class HandoffSender:
         on_link_lost: LinkLostCallback | None = None,
         bind_host: str = "127.0.0.1",
         for_prefixes: bool = False,
+        channels: Channels = PLAINTEXT,
         transports: Mapping[str, TransportKind] = TRANSPORTS,
     ) -> None:
         """`on_link_lost` is told of each decode process that counts as lost or refuses the link, after its hand-offs
         have ended. `bind_host` is this machine's address, for transports on which the prefill worker listens.
-        `for_prefixes`: what is sent are prefixes that prefill workers have asked for, not requests.
+        `for_prefixes`: what is sent are prefixes that prefill workers have asked for, not requests. `channels` makes
+        the connections over gRPC.
 
         Raises ConfigError for a transport that is not in `transports`.
         """
@@ -72,6 +75,7 @@ class HandoffSender:
             config=config,
             bind_host=bind_host,
             advertised_host=info.address.rsplit(":", 1)[0] or bind_host,
+            channels=channels,
             device=store.device,
         )
         self._for_prefixes = for_prefixes

@@ -10,7 +10,7 @@ def transfer_config(config: Config) -> TransferConfig:
     """What `transfer` and `health` of the configuration say; the protocol's other numbers are not configurable."""
     transfer, health = config.transfer, config.health
     return TransferConfig(
-        transports=transfer.transports,
+        transports=config.transports,
         heartbeat_s=health.heartbeat_s,
         peer_timeout_s=health.peer_timeout_s,
         lease_s=transfer.lease_s,

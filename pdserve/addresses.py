@@ -15,26 +15,53 @@ def dialable(listen: str) -> str:
     return f"{_ANY.get(host, host)}:{port}"
 
 
+class Reservation:
+    """A port that is kept for a server that will be started, and for the one that takes its place.
+
+    Nobody gets it by chance while this is open: the system gives it neither to a server that asks for any port nor to a
+    connection. A server that asks for this port can have it, as long as none listens there.
+    """
+
+    def __init__(self, listen: str, field: str) -> None:
+        """`listen` is host:port; port 0 takes a free one. Raises ConfigError naming `field` if nothing can listen
+        there: a server that is there already would answer for ours."""
+        self._host, port = listen.rsplit(":", 1)
+        try:
+            (family, _, _, _, address), *_ = socket.getaddrinfo(
+                self._host.strip("[]"), int(port), type=socket.SOCK_STREAM
+            )
+            self._socket = socket.socket(family, socket.SOCK_STREAM)
+        except OSError as error:
+            raise _cannot_listen(listen, field, error) from error
+        try:
+            # As servers do it. Between two sockets with this mark the port is no conflict until one of them listens;
+            # nor are connections of an earlier server that linger.
+            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            self._socket.bind(address)
+        except OSError as error:
+            self._socket.close()
+            raise _cannot_listen(listen, field, error) from error
+        self.port = int(self._socket.getsockname()[1])
+
+    @property
+    def listen(self) -> str:
+        """host:port with the port that is kept."""
+        return f"{self._host}:{self.port}"
+
+    def close(self) -> None:
+        """Let it go. A server that listens there is not disturbed."""
+        self._socket.close()
+
+
 def free_port(listen: str, field: str) -> int:
     """The port of `listen`, or a free one for port 0. Raises ConfigError naming `field` if nothing can listen there.
 
     Somebody else may still take the port before it is used: whoever wanted it has to notice that as well.
     """
-    host, port = listen.rsplit(":", 1)
-    try:
-        (family, _, _, _, address), *_ = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)
-        with socket.socket(family, socket.SOCK_STREAM) as probe:
-            # As gRPC does it: connections of an earlier server that linger are no obstacle, a server is.
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            probe.bind(address)
-            return int(probe.getsockname()[1])
-    except OSError as error:
-        raise ConfigError(f"{field}: cannot listen on {listen}: {error.strerror}", field=field) from error
+    reservation = Reservation(listen, field)
+    reservation.close()
+    return reservation.port
 
 
-def reserve(listen: str, field: str) -> str:
-    """`listen`, with a free port in place of port 0. Raises ConfigError naming `field` if nothing can listen there.
-
-    Found out before anything is started: a server that is there already would answer for ours.
-    """
-    return f"{listen.rsplit(':', 1)[0]}:{free_port(listen, field)}"
+def _cannot_listen(listen: str, field: str, error: OSError) -> ConfigError:
+    return ConfigError(f"{field}: cannot listen on {listen}: {error.strerror}", field=field)

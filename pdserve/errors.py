@@ -27,6 +27,11 @@ class PdServeError(Exception):
         self.details = details
         """More facts for machines: names of peers, of files, of states."""
 
+    @property
+    def request_id(self) -> str | None:
+        """Name of the request that failed, if the client library reports it."""
+        return self.details.get("request_id")
+
 
 class InvalidRequestError(PdServeError):
     """The request can never be served as it is."""
@@ -52,8 +57,26 @@ class AlreadyExistsError(PdServeError):
     code = "already_exists"
 
 
+class UnauthenticatedError(PdServeError):
+    """The caller has no key, or none that is known."""
+
+    code = "unauthenticated"
+
+
+class PermissionDeniedError(PdServeError):
+    """The caller is known, and may not do this."""
+
+    code = "permission_denied"
+
+
+class WrongRouterError(PdServeError):
+    """Another router has the request; details name it as `router`."""
+
+    code = "wrong_router"
+
+
 class OverloadedError(PdServeError):
-    """No room now: a queue or a pool is full."""
+    """More than whoever asks may have at once, or than one peer takes: a quota, a queue or a pool is full."""
 
     code = "overloaded"
     retryable = True
@@ -70,6 +93,18 @@ class WorkerLostError(UnavailableError):
     """The worker that had the request is gone, and so is what it had computed."""
 
     code = "worker_lost"
+
+
+class DrainingError(UnavailableError):
+    """The worker is about to end on purpose: it takes nothing new, or gives back what it could not finish in time."""
+
+    code = "draining"
+
+
+class CapacityError(UnavailableError):
+    """The cluster has too much to do to serve this in time; details say why as `reason`."""
+
+    code = "no_capacity"
 
 
 class DeadlineExceededError(PdServeError):

@@ -121,3 +121,6 @@ class KvBlockStore(Protocol):
 
         Raises ValueError if the length does not fit. A GPU store returns once the engine may read the blocks.
         """
+
+    def copy(self, source: int, destination: int) -> None:
+        """Make block `destination` equal to `source`, in all layers. Both are as `read` and `write` want them."""

@@ -181,11 +181,14 @@ class RequestLifecycle:
 
     __slots__ = ("_attempt", "_history", "_since", "_state", "request_id")
 
-    def __init__(self, request_id: str, now: float) -> None:
-        """A request that has just been admitted, in its first attempt. `now` is on the clock that `apply` gets."""
+    def __init__(
+        self, request_id: str, now: float, *, attempt: int = 1, state: RequestState = RequestState.QUEUED
+    ) -> None:
+        """A request that has just been admitted, in its first attempt, or as another router has left it. `now` is on
+        the clock that `apply` gets."""
         self.request_id = request_id
-        self._state = RequestState.QUEUED
-        self._attempt = 1
+        self._state = state
+        self._attempt = attempt
         self._since = now
         self._history: deque[Transition] = deque(maxlen=MAX_HISTORY)
 

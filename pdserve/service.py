@@ -7,6 +7,7 @@ process with exit code 2 and one line that says what to do; a clean stop with 0.
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import os
 import secrets
@@ -22,7 +23,8 @@ from grpc_reflection.v1alpha import reflection
 from pdserve.addresses import free_port
 from pdserve.errors import ConfigError, PdServeError
 from pdserve.rpc.errors import ErrorInterceptor
-from pdserve.rpc.options import SERVER_OPTIONS
+from pdserve.rpc.options import SERVER_OPTIONS, Options
+from pdserve.security.port import PortTls
 from pdserve.types import Incarnation
 
 log = logging.getLogger(__name__)
@@ -61,17 +63,35 @@ class Service(Protocol):
 class GrpcEndpoint:
     """A gRPC server with error mapping, health (`""`, liveness, readiness) and reflection, on one address."""
 
-    def __init__(self, listen: str, field: str) -> None:
+    def __init__(
+        self,
+        listen: str,
+        field: str,
+        *,
+        options: Options = SERVER_OPTIONS,
+        interceptors: Sequence[grpc.aio.ServerInterceptor] = (),
+        tls: PortTls | None = None,
+    ) -> None:
+        """`interceptors` come after the one that maps errors, so theirs are mapped as well. `tls`: None for none.
+
+        Raises ConfigError naming `field` if nothing can listen there.
+        """
         # Where the port is taken, grpcio writes lines of its own to stderr and says nothing in its error. So a plain
         # socket looks first; whoever takes the port between the two is still noticed below.
         free_port(listen, field)
-        self.server = grpc.aio.server(interceptors=[ErrorInterceptor()], options=list(SERVER_OPTIONS))
+        self._tls = tls
+        guards = () if tls is None else (tls.guard,)
+        self.server = grpc.aio.server(interceptors=[ErrorInterceptor(), *guards, *interceptors], options=list(options))
         self._health = health.aio.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self.server)
         host, port = listen.rsplit(":", 1)
         self._host = host
         try:
-            self.port = self.server.add_insecure_port(listen)
+            self.port = (
+                self.server.add_insecure_port(listen)
+                if tls is None
+                else self.server.add_secure_port(listen, tls.credentials)
+            )
         except RuntimeError as error:
             raise ConfigError(f"{field}: cannot listen on {listen} (port {port} in use?): {error}") from error
 
@@ -83,6 +103,8 @@ class GrpcEndpoint:
     async def start(self, service_names: Sequence[str]) -> None:
         """Serve. Alive at once, ready when `set_ready` says so."""
         reflection.enable_server_reflection((*service_names, health.SERVICE_NAME, reflection.SERVICE_NAME), self.server)
+        if self._tls is not None:
+            self._tls.handshakes.watch(self.port)
         await self.server.start()
         self._names = ("", READINESS, *service_names)
         await self._health.set(LIVENESS, health_pb2.HealthCheckResponse.SERVING)
@@ -102,6 +124,8 @@ class GrpcEndpoint:
     async def stop(self, grace_s: float) -> None:
         """Refuse new calls and give running ones `grace_s` seconds."""
         await self.server.stop(grace_s)
+        if self._tls is not None:
+            await self._tls.handshakes.aclose()
 
 
 async def serve_until_stopped(service: Service) -> int:
@@ -116,6 +140,9 @@ async def serve_until_stopped(service: Service) -> int:
     try:
         if not await _finishes_before(service.start(), stopping):
             return EXIT_OK
+        # What is there now stays. Going through all of it again and again would stop every stream for a while.
+        gc.collect()
+        gc.freeze()
         if await _finishes_before(service.run(), stopping):
             log.error("stopping: the service has ended by itself")
             return EXIT_FAILURE

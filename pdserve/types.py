@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Final, NewType
 
 Incarnation = NewType("Incarnation", str)
@@ -71,6 +71,25 @@ class SamplingParams:
         return bool(self.logit_bias) or self.penalizes
 
 
+class GrammarKind(enum.StrEnum):
+    """In which language a grammar is written."""
+
+    JSON_SCHEMA = "json_schema"
+    JSON_OBJECT = "json_object"
+    REGEX = "regex"
+    CHOICE = "choice"
+    LARK = "lark"
+
+
+@dataclass(frozen=True, slots=True)
+class Grammar:
+    """What the text of an output must look like, from its first character to its last."""
+
+    kind: GrammarKind
+    source: str = ""
+    """JSON text of the schema, regular expression, JSON list of the choices, or Lark text; empty for any object."""
+
+
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
     """Log-probabilities at one place of a sequence, by the model alone: natural log-softmax of its raw logits."""
@@ -81,6 +100,16 @@ class TokenLogprobs:
     """Of that token."""
     top: tuple[tuple[int, float], ...] = ()
     """The most likely tokens and theirs, best first. `token_id` need not be among them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fork:
+    """One more output of a job's prompt. To its router it is a request of its own."""
+
+    request_id: str
+    attempt: int
+    seed: int
+    """Of its noise; all else is as in the job."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,6 +136,31 @@ class GenerationJob:
     of it may be taken from a prefix cache."""
     deadline: float | None = None
     """`time.monotonic()` of this process after which the work is pointless."""
+    grammar: Grammar | None = None
+    """None: the output may be anything."""
+    forks: tuple[Fork, ...] = ()
+    """Further outputs of `token_ids`, which have no output token yet. They share the prefill and the hand-off."""
+    cache_salt: str = ""
+    """Prefix cache is shared only between jobs of equal salt."""
+    priority: int = 0
+    """Smaller is served first."""
+
+    @property
+    def branches(self) -> tuple[GenerationJob, ...]:
+        """One job without forks for each output: this one, then its forks."""
+        if not self.forks:
+            return (self,)
+        forks = (
+            replace(
+                self,
+                request_id=fork.request_id,
+                attempt=fork.attempt,
+                sampling=replace(self.sampling, seed=fork.seed),
+                forks=(),
+            )
+            for fork in self.forks
+        )
+        return (replace(self, forks=()), *forks)
 
     @property
     def num_known_tokens(self) -> int:
@@ -130,7 +184,9 @@ class GenerationJob:
 
     def finish_reason(self, output_index: int, token_id: int) -> FinishReason | None:
         """Whether drawing `token_id` as output token number `output_index` (from 0) ends the output, and why."""
-        if token_id in self.stop_token_ids and output_index >= self.min_new_tokens:
+        # Under a grammar a stop id is drawn early only where the text is complete and nothing else is allowed.
+        may_stop = output_index >= self.min_new_tokens or self.grammar is not None
+        if token_id in self.stop_token_ids and may_stop:
             return FinishReason.STOP
         if output_index + 1 >= self.max_new_tokens:
             return FinishReason.LENGTH
@@ -206,4 +262,5 @@ class WorkerStats:
     failed_fetches_total: int = 0
     declined_fetches_total: int = 0
     served_fetches_total: int = 0
+    local_prefill_tokens: int = 0
     draining: bool = False

@@ -31,6 +31,8 @@ class WorkerInfo:
     version: str
     codecs: tuple[str, ...] = ("none",)
     """Encodings of KV on the wire: the one that a prefill worker uses, or all that a decode worker accepts."""
+    prefill_chunk_tokens: int = 0
+    """Prompt tokens that a decode worker computes in a step beside running sequences; 0 if it takes hand-offs only."""
 
     @property
     def max_kv_tokens(self) -> int:

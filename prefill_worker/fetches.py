@@ -19,6 +19,7 @@ from kv_transfer.messages import PrefixRequest
 from kv_transfer.prefix_client import PrefixClient
 from pdserve.engine.sequence_blocks import SequenceBlocks
 from pdserve.errors import InvalidRequestError, PdServeError, StaleAttemptError, UnavailableError
+from pdserve.security.internal import PLAINTEXT, Channels
 from pdserve.types import GenerationJob, HandoffId, PrefixFetch
 from pdserve.worker.tasks import TaskScope
 from pdserve.worker_info import WorkerInfo
@@ -48,6 +49,7 @@ class _Live:
     fetch: Fetch
     token_ids: Sequence[int]
     """Tokens of all wanted blocks, and perhaps more."""
+    cache_salt: str
     started_at: float
     num_tokens: int = 0
     """What the holder sends, once it has asked for room."""
@@ -62,13 +64,22 @@ class _Live:
 class PrefixFetches:
     """All fetches that have begun and not ended. Implements `kv_transfer`'s `Admission`; belongs to the event loop."""
 
-    def __init__(self, *, info: WorkerInfo, blocks: SequenceBlocks, listener: FetchListener, tasks: TaskScope) -> None:
+    def __init__(
+        self,
+        *,
+        info: WorkerInfo,
+        blocks: SequenceBlocks,
+        listener: FetchListener,
+        tasks: TaskScope,
+        channels: Channels = PLAINTEXT,
+    ) -> None:
+        """`channels` makes the connections to holders."""
         self.info = info.as_prefix_peer
         """This worker as holders and the receiver know it."""
         self._blocks = blocks
         self._listener = listener
         self._tasks = tasks
-        self._client = PrefixClient()
+        self._client = PrefixClient(channels)
         self._receiver: HandoffReceiver | None = None
         self._live: dict[HandoffId, _Live] = {}
 
@@ -76,9 +87,9 @@ class PrefixFetches:
         """Give it the receiver that it is the admission of, before the first `start`."""
         self._receiver = receiver
 
-    def start(self, fetch: Fetch, token_ids: Sequence[int]) -> None:
+    def start(self, fetch: Fetch, token_ids: Sequence[int], cache_salt: str) -> None:
         """Ask the holder. `token_ids` are those of the sequence, at least of all wanted blocks."""
-        live = self._live[fetch.id] = _Live(fetch, token_ids, time.monotonic())
+        live = self._live[fetch.id] = _Live(fetch, token_ids, cache_salt, time.monotonic())
         live.task = self._tasks.spawn(self._drive(live), f"fetch-{fetch.id}")
 
     def abandon(self, fetch: HandoffId) -> None:
@@ -110,7 +121,9 @@ class PrefixFetches:
         if not self._listener.accepts_prefix(handoff, num_tokens, num_held):
             live.is_declined = True
             raise UnavailableError(f"{num_tokens} tokens of prefix {handoff} are not worth waiting for")
-        opened = self._blocks.open(handoff, live.token_ids[:num_tokens], self._blocks.chain(), room=num_tokens)
+        opened = self._blocks.open(
+            handoff, live.token_ids[:num_tokens], self._blocks.chain(live.cache_salt), room=num_tokens
+        )
         if opened is None:
             live.is_declined = True
             return Busy(handoff, RETRY_S)
@@ -122,7 +135,7 @@ class PrefixFetches:
         self._blocks.close(handoff)
         self._listener.on_fetch_released()
 
-    def commit(self, handoff: HandoffId, first_token: int, *, exact: bool) -> None:
+    def commit(self, handoff: HandoffId, first_tokens: tuple[int, ...], *, exact: bool) -> None:
         """See `Admission.commit`."""
         assert exact, "a link for prefixes has no codec"
         assert self._receiver is not None

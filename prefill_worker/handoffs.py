@@ -33,7 +33,7 @@ class HandoffListener(Protocol):
 
 @dataclass(slots=True, eq=False)
 class _Live:
-    first_token: asyncio.Future[int]
+    first_tokens: asyncio.Future[tuple[int, ...]]
     frontier: Frontier = field(default_factory=Frontier)
     """How far the KV is final."""
     handoff: Handoff | None = None
@@ -70,10 +70,11 @@ class Handoffs:
         plans = (live.handoff.plan for key in keys if (live := self._live.get(key)) is not None and live.handoff)
         return tuple(sorted({layers for plan in plans for layers in plan.tail_layers}))
 
-    def commit(self, key: HandoffId, first_token: int) -> None:
-        """Everything is final. Ignored for a hand-off that has ended."""
+    def commit(self, key: HandoffId, first_tokens: tuple[int, ...]) -> None:
+        """Everything is final; `kv_transfer.messages.Commit` says what the tokens are. Ignored for a hand-off that has
+        ended."""
         if (live := self._live.get(key)) is not None:
-            live.first_token.set_result(first_token)
+            live.first_tokens.set_result(first_tokens)
 
     def abort(self, key: HandoffId) -> None:
         """Call it off. Ignored for a hand-off that has ended: the listener has heard of that."""
@@ -90,7 +91,7 @@ class Handoffs:
             live.handoff.advance_to(live.frontier)
             await live.handoff.reserve()
             self._listener.on_reserved(key)
-            result = await live.handoff.commit(await live.first_token)
+            result = await live.handoff.commit(*await live.first_tokens)
         except PdServeError as error:
             if live.handoff is not None:
                 await live.handoff.abort()

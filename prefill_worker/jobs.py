@@ -6,10 +6,11 @@ import enum
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from pdserve.engine.block_hash import BlockHashes
+from pdserve.block_hash import BlockHashes
 from pdserve.errors import OverloadedError, PdServeError
 from pdserve.types import DecodeTarget, GenerationJob, HandoffId, PrefixHolder
 from pdserve.worker.events import JobFailed, PrefillEvent
+from prefill_worker.branches import Branches
 from prefill_worker.fetch_book import Fetch
 
 
@@ -47,6 +48,7 @@ class Job:
     """One submitted job and its progress."""
 
     job: GenerationJob
+    branches: Branches
     router_id: str
     """The router whose session it came by; it gets the events."""
     hashes: BlockHashes
@@ -76,15 +78,16 @@ class Job:
     """Those found there, when it got its blocks."""
     num_fetched: int = 0
     """Those of them that came from another worker while it waited."""
-    first_token: int = -1
     started_at: float = 0.0
+    compute_s: float = 0.0
+    """Its part of the steps that it was in, by tokens."""
     first_token_at: float = 0.0
     failure: JobFailed | None = None
-    """ENDING: what to tell the router once nothing is held any more."""
+    """ENDING: what to tell the router of each open branch once nothing is held any more."""
 
     @property
     def key(self) -> HandoffId:
-        """Its name."""
+        """Its name, which is that of its first branch."""
         return HandoffId(self.job.request_id, self.job.attempt)
 
     @property
@@ -114,6 +117,8 @@ class Candidates:
     """Busy in this round, with the wait each of them asked for, in seconds."""
     last_error: PdServeError = field(default_factory=lambda: OverloadedError("no decode worker has room"))
     last_target: DecodeTarget | None = None
+    num_rounds: int = 0
+    """In which all of them were asked."""
 
     def next(self) -> DecodeTarget | None:
         """Whom to ask now; None if nobody is left in this round."""
@@ -131,6 +136,7 @@ class Candidates:
         """Seconds until the first busy one may be asked again; None if there is none. Begins a new round."""
         wait = min(self.busy.values(), default=None)
         self.busy.clear()
+        self.num_rounds += 1
         return wait
 
 
@@ -181,7 +187,8 @@ class Commit:
     """Complete the hand-off. Answered by `committed` or `handoff_failed`."""
 
     key: HandoffId
-    first_token: int
+    first_tokens: tuple[int, ...]
+    """One for each branch; see `kv_transfer.messages.Commit`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,4 +224,4 @@ class PlannedChunk:
     start: int
     length: int
     is_last: bool
-    """Whether the next token is drawn after it."""
+    """Whether the first token of each branch is drawn after it."""

@@ -3,15 +3,8 @@
 Events go in, actions come out. It knows no clock, socket, tensor or block id; whether blocks are there it asks
 `SequenceBlocks`. After every event call `take_actions`.
 
-Order: shortest remaining prompt first, with ageing. Each step takes its tokens from the jobs with the smallest
-
-    rank = tokens left to compute + AGEING * tokens that this worker had computed when the job came
-
-Long prompts are cut at the step's budget and the next step is planned anew, so a short prompt waits for at most one
-step of a long one. Nobody starves: a job that comes after the worker has computed another L / AGEING tokens ranks
-behind one that came with L, however short it is. So a prompt of L tokens may be overtaken by what
-comes while the worker computes 4 L tokens, and by nothing later. The measure is work, not time: it means the same on a
-slow machine and on a fast one, and the same events give the same order. What is computed does not depend on it.
+The order is that of `pdserve/worker/ranking.py`: short prompts and urgent ones first, and nobody starves. A job of
+several outputs (see `branches.py`) is computed, handed over and counted once.
 
 Blocks are given out in the same order. A prompt whose blocks do not fit holds those behind it back; one that waits for
 a busy decode worker does not, because the others may go elsewhere. Nor does one whose beginning is on its way from
@@ -20,7 +13,7 @@ another worker: the others are computed meanwhile.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -28,17 +21,20 @@ from pdserve.engine.sequence_blocks import SequenceBlocks
 from pdserve.errors import (
     CancelledError,
     DeadlineExceededError,
+    DrainingError,
     InternalError,
     InvalidRequestError,
     OverloadedError,
     PdServeError,
     PromptTooLongError,
     StaleAttemptError,
-    UnavailableError,
 )
 from pdserve.types import DecodeTarget, GenerationJob, HandoffId, PrefixHolder, TokenLogprobs
-from pdserve.worker.events import FirstToken, HandedOff, JobFailed, PrefillEvent, PrefillStarted, PromptLogprobs
+from pdserve.worker.events import JobFailed, PrefillEvent
 from pdserve.worker.limits import JobLimits
+from pdserve.worker.ranking import Ranking
+from prefill_worker import reports
+from prefill_worker.branches import Branches
 from prefill_worker.fetch_book import FetchBook, FetchOutcome
 from prefill_worker.jobs import (
     RUNNABLE_STATES,
@@ -58,16 +54,16 @@ from prefill_worker.jobs import (
     StartFetch,
 )
 
-AGEING = 0.25
-"""Weight of the work done before a job came. Larger is nearer to first come, first served: fairer to long prompts, and
-slower on average."""
-
 RESERVE_AHEAD_STEPS = 4
 """A job is admitted when prompts worth less than this many steps are ahead of it, so that the decode worker's answer is
 there when the engine gets to it. More would only let reservations sit at decode workers that others could use."""
 
 HOLD_S = 30.0
 """How long a computed prompt may keep its blocks while every decode worker is busy, before the router has to decide."""
+
+JOINT_ROUNDS = 4
+"""After so many rounds in which every decode worker was too busy for several outputs at once, the router is to ask for
+one after the other: where places in the batch become free one by one, others would take them for ever."""
 
 _NOTHING: Mapping[HandoffId, Any] = MappingProxyType({})
 
@@ -94,8 +90,11 @@ class PrefillScheduler:
         self._max_batch_tokens = max_batch_tokens
         self._max_waiting = max_waiting
         self._limits = limits
+        self._ranking = Ranking(limits.max_model_len)
         self._jobs: dict[HandoffId, Job] = {}
         """In order of arrival."""
+        self._job_of: dict[HandoffId, Job] = {}
+        """By the name of each branch."""
         self._num_submitted = 0
         self._num_computed_tokens = 0
         self._num_cached_tokens = 0
@@ -164,53 +163,57 @@ class PrefillScheduler:
     ) -> None:
         """Queue a job. `holders` may have the KV of its beginning.
 
-        Raises InvalidRequestError, PromptTooLongError, StaleAttemptError, DeadlineExceededError, UnavailableError
+        Raises InvalidRequestError, PromptTooLongError, StaleAttemptError, DeadlineExceededError, DrainingError
         (draining) or OverloadedError (queue full); nothing is kept of the job then. A job that is here already is
-        ignored.
+        ignored. Older attempts of any of its branches end; a branch of which a newer attempt is here is not wanted.
         """
         key = HandoffId(job.request_id, job.attempt)
         if key in self._jobs:
             return
         self._limits.check(job)
         self._check(job, targets, now)
-        for other in [k for k in self._jobs if k.request_id == job.request_id]:
-            if other.attempt > job.attempt:
-                raise StaleAttemptError(
-                    f"attempt {job.attempt} of {job.request_id} comes after attempt {other.attempt}"
-                )
-            self._drop(self._jobs[other])
+        branches = self._fenced(Branches(job))
         if self._draining:
-            raise UnavailableError(f"prefill worker {self._worker_id} is draining")
+            raise DrainingError(f"prefill worker {self._worker_id} is draining")
         if self.count(JobState.QUEUED, JobState.FETCHING) >= self._max_waiting:
             raise OverloadedError(f"prefill worker {self._worker_id} has {self._max_waiting} requests waiting")
-        self._jobs[key] = Job(
+        self._jobs[key] = new = Job(
             job=job,
+            branches=branches,
             router_id=router_id,
-            hashes=self._blocks.chain(),
+            hashes=self._blocks.chain(job.cache_salt),
             arrived_at=now,
             number=self._num_submitted,
             work_at_arrival=self._num_computed_tokens,
             candidates=Candidates(targets),
             holders=holders,
         )
+        self._job_of.update({branch: new for branch, _ in branches.open})
         self._num_submitted += 1
         self._admit(now)
 
     def cancel(self, key: HandoffId, now: float) -> None:
-        """The router does not want the job any more. It gets no further event of it."""
-        if (job := self._jobs.get(key)) is not None:
-            self._drop(job)
+        """The router does not want a branch any more. It gets no further event of it."""
+        if (job := self._job_of.get(key)) is not None:
+            self._drop(job, key)
             self._admit(now)
 
     def router_lost(self, router_id: str, now: float) -> None:
         """Nobody is there for the jobs of this router."""
         for job in [job for job in self._jobs.values() if job.router_id == router_id]:
-            self._drop(job)
+            self._drop(job, *job.branches.keys)
         self._admit(now)
 
     def drain(self) -> None:
         """Refuse new jobs from now on; those that are here go on."""
         self._draining = True
+
+    def give_back(self) -> None:
+        """The worker ends before its jobs have. Their router hears of each as soon as nothing uses its blocks."""
+        error = DrainingError(f"prefill worker {self._worker_id} is draining and could not finish it in time")
+        for job in list(self._jobs.values()):
+            if job.state is not JobState.ENDING:
+                self._fail(job, error, blame=self._worker_id)
 
     def tick(self, now: float) -> None:
         """Time has passed: end what is late, ask again where it is time to."""
@@ -255,7 +258,7 @@ class PrefillScheduler:
             job.state = JobState.READY
         elif job.state is JobState.REHOMING:
             job.state = JobState.COMMITTING
-            self._do(Commit(key, job.first_token))
+            self._do(Commit(key, job.branches.first_tokens))
 
     def committed(self, key: HandoffId, *, transport: str, kv_bytes: int, transfer_s: float, now: float) -> None:
         """The decode worker owns the request. `transfer_s` runs from the first token to the last byte stored."""
@@ -264,16 +267,8 @@ class PrefillScheduler:
             return
         assert job.target is not None, f"{key} was committed without a target"
         if job.state is JobState.COMMITTING:
-            self._emit(
-                job,
-                HandedOff(
-                    id=key,
-                    decode_worker=job.target.worker_id,
-                    transport=transport,
-                    kv_bytes=kv_bytes,
-                    transfer_s=transfer_s,
-                ),
-            )
+            handed_off = reports.handed_off(job, transport=transport, kv_bytes=kv_bytes, transfer_s=transfer_s)
+            self._emit(job, *handed_off)
         job.target = None
         if job.state is JobState.ENDING:
             self._settle(job)
@@ -299,14 +294,15 @@ class PrefillScheduler:
             self._fail(job, error, retryable=True, blame=target.worker_id)
         elif isinstance(error, StaleAttemptError | CancelledError):
             # Somebody has put an end to this attempt. If that was the router, it ignores this message; if not, only a
-            # new attempt is sure not to be decoded twice.
-            self._fail(job, error, retryable=True, blame="")
+            # new attempt is sure not to be decoded twice. A decode worker that gives a reservation up is about to end.
+            blame = target.worker_id if isinstance(error, CancelledError) else ""
+            self._fail(job, error, retryable=True, blame=blame)
         else:
             job.candidates.note(target, error)
-            if job.first_token < 0:
-                self._ask_next(job, now, jitter)
-            else:
+            if job.branches.are_drawn:
                 self._rehome(job, now, jitter)
+            else:
+                self._ask_next(job, now, jitter)
         self._admit(now)
 
     def handoff_closed(self, key: HandoffId, now: float) -> None:
@@ -319,22 +315,32 @@ class PrefillScheduler:
 
     # Steps ------------------------------------------------------------------------------------------------------------
 
-    def plan_step(self, now: float) -> list[PlannedChunk]:
-        """The next step: at most `max_batch_tokens` tokens, in order of rank. Empty if nothing can be computed."""
+    def plan_step(self, now: float, may_draw: Callable[[GenerationJob], bool] = lambda _: True) -> list[PlannedChunk]:
+        """The next step: at most `max_batch_tokens` tokens, in order of rank. Empty if nothing can be computed.
+
+        No more tokens than that are drawn, either, unless one job alone has more outputs: each needs a row of logits.
+        `may_draw` says whether it is known how to draw a job's first token. If not, all but its last token is computed;
+        if it raises PdServeError, that ends the job.
+        """
         assert not self._step, "a step is running"
-        budget = self._max_batch_tokens
-        for job in sorted((j for j in self._jobs.values() if j.state in RUNNABLE_STATES), key=_rank):
+        budget, num_drawn = self._max_batch_tokens, 0
+        for job in sorted((j for j in self._jobs.values() if j.state in RUNNABLE_STATES), key=self._ranking):
             if budget == 0:
                 break
-            length = min(job.num_left, budget)
+            length, num_outputs = min(job.num_left, budget), len(job.branches.keys)
+            has_rows = not num_drawn or num_drawn + num_outputs <= self._max_batch_tokens
+            if length == job.num_left and not (has_rows and self._may_draw(job, may_draw)):
+                length -= 1
+                if length == 0 or job.state is JobState.ENDING:
+                    continue
             budget -= length
             is_last = length == job.num_left
+            num_drawn += num_outputs if is_last else 0
             self._step[job.key] = PlannedChunk(job.key, job.num_computed, length, is_last)
             if job.state is JobState.READY:
                 job.state, job.started_at = JobState.COMPUTING, now
                 self._num_cached_tokens += job.num_cached
-                decode_worker = "" if job.target is None else job.target.worker_id
-                self._emit(job, PrefillStarted(id=job.key, decode_worker=decode_worker))
+                self._emit(job, *reports.started(job))
         return list(self._step.values())
 
     def layers_done(self, num_layers: int) -> None:
@@ -349,18 +355,22 @@ class PrefillScheduler:
         token_ids: Mapping[HandoffId, int],
         now: float,
         *,
+        duration_s: float,
         logprobs: Mapping[HandoffId, TokenLogprobs] = _NOTHING,
         prompt_logprobs: Mapping[HandoffId, tuple[TokenLogprobs, ...]] = _NOTHING,
     ) -> None:
-        """The planned step is computed; `token_ids` has the token drawn for each chunk that was a job's last.
+        """The planned step is computed, in `duration_s`; `token_ids` has the token drawn for each branch of the jobs
+        whose last chunk was in it.
 
-        For jobs that asked, `logprobs` are those of the drawn tokens, `prompt_logprobs` those of the prompt's tokens
-        that follow the tokens of the chunk.
+        For jobs that asked, `logprobs` are those of the drawn tokens, by branch, `prompt_logprobs` those of the
+        prompt's tokens that follow the tokens of the chunk, by job.
         """
         step, self._step = self._step, {}
+        num_tokens = sum(chunk.length for chunk in step.values())
         for key, chunk in step.items():
             job = self._jobs[key]
             job.num_computed += chunk.length
+            job.compute_s += duration_s * chunk.length / num_tokens
             self._num_computed_tokens += chunk.length
             self._blocks.publish(key, job.num_computed, job.job.token_ids)
             if job.state is JobState.ENDING:
@@ -369,10 +379,16 @@ class PrefillScheduler:
             if job.needs_handoff:
                 self._do(Advance(key, job.num_computed))
             if scored := prompt_logprobs.get(key):
-                self._emit(job, PromptLogprobs(id=key, first_index=chunk.start + 1, tokens=scored))
+                self._emit(job, *reports.prompt_scored(job, chunk.start + 1, scored))
             if chunk.is_last:
-                self._first_token(job, token_ids[key], logprobs.get(key), now)
+                self._first_tokens(job, token_ids, logprobs, now)
         self._admit(now)
+
+    def fail(self, key: HandoffId, error: PdServeError, now: float) -> None:
+        """What is drawn for this job is of no meaning, here or elsewhere. Before `step_done` if it is in the step."""
+        if (job := self._jobs.get(key)) is not None and job.state is not JobState.ENDING:
+            self._fail(job, error, blame="")
+            self._admit(now)
 
     def step_failed(self, error: InternalError, now: float) -> None:
         """The engine failed: the jobs of the step are lost, all others go on.
@@ -403,6 +419,27 @@ class PrefillScheduler:
         if job.deadline is not None and now >= job.deadline:
             raise DeadlineExceededError("the deadline had passed before the prefill worker got the request")
 
+    def _may_draw(self, job: Job, may_draw: Callable[[GenerationJob], bool]) -> bool:
+        try:
+            return may_draw(job.job)
+        except PdServeError as error:
+            self._fail(job, error, blame="")
+            return False
+
+    def _fenced(self, branches: Branches) -> Branches:
+        """`branches` in relation to other attempts of the same requests: the newest one counts."""
+        mine = {key.request_id: key for key in branches.keys}
+        for other, job in [item for item in self._job_of.items() if item[0].request_id in mine]:
+            key = mine[other.request_id]
+            if other.attempt < key.attempt:
+                self._drop(job, other)  # harmless if it went with another branch of its job
+            else:
+                branches.close(key)
+        if branches.are_over:
+            attempts = ", ".join(f"{key.attempt} of {key.request_id}" for key in branches.keys)
+            raise StaleAttemptError(f"attempt {attempts} comes after a newer one")
+        return branches
+
     @staticmethod
     def _backs_off(job: Job) -> bool:
         return job.state is JobState.QUEUED and job.not_before > 0
@@ -410,7 +447,9 @@ class PrefillScheduler:
     def _admit(self, now: float) -> None:
         """Give blocks to the first queued jobs and ask decode workers for room, as far ahead as is useful."""
         ahead = 0
-        for job in sorted((j for j in self._jobs.values() if j.state in WAITING_STATES | RUNNABLE_STATES), key=_rank):
+        for job in sorted(
+            (j for j in self._jobs.values() if j.state in WAITING_STATES | RUNNABLE_STATES), key=self._ranking
+        ):
             if job.state is JobState.FETCHING:
                 continue
             if job.state is JobState.QUEUED:
@@ -485,13 +524,19 @@ class PrefillScheduler:
         elif job.state is JobState.COMPUTING:
             # A step may be writing into its blocks, and the router has heard that it began: it cannot queue again.
             self._fail_handoff(job)
-        elif (wait := job.candidates.end_round()) is not None:
+        elif (wait := job.candidates.end_round()) is None:
+            self._fail_handoff(job)
+        elif len(job.branches.keys) > 1 and job.candidates.num_rounds >= JOINT_ROUNDS:
+            message = (
+                f"job.forks: no decode worker has had room for {len(job.branches.keys)} outputs at once in "
+                f"{JOINT_ROUNDS} rounds of asking; ask for them one by one"
+            )
+            self._fail(job, InvalidRequestError(message, field="job.forks"), blame="")
+        else:
             # Blocks that wait for a decode worker could serve a prompt that goes to another one.
             job.state, job.not_before = JobState.QUEUED, now + wait * (1 + jitter)
             job.num_computed = job.num_cached = 0
             self._blocks.close(job.key)
-        else:
-            self._fail_handoff(job)
 
     def _rehome(self, job: Job, now: float, jitter: float) -> None:
         """A job that is computed needs another decode worker."""
@@ -508,39 +553,36 @@ class PrefillScheduler:
         blame = "" if target is None else target.worker_id
         self._fail(job, error, retryable=not isinstance(error, _FINAL_ERRORS), blame=blame)
 
-    def _first_token(self, job: Job, token_id: int, logprobs: TokenLogprobs | None, now: float) -> None:
-        index = job.job.first_output_index
-        reason = job.job.finish_reason(index, token_id)
-        job.first_token, job.first_token_at = token_id, now
-        self._emit(
-            job,
-            FirstToken(
-                id=job.key,
-                index=index,
-                token_id=token_id,
-                finish_reason=reason,
-                queue_s=job.started_at - job.arrived_at,
-                prefill_s=now - job.started_at,
-                logprobs=logprobs,
-                cached_tokens=job.num_cached,
-                fetched_tokens=job.num_fetched,
-                fetch_s=job.fetch_s,
-            ),
-        )
-        if reason is not None:
+    def _first_tokens(
+        self,
+        job: Job,
+        token_ids: Mapping[HandoffId, int],
+        logprobs: Mapping[HandoffId, TokenLogprobs],
+        now: float,
+    ) -> None:
+        job.first_token_at = now
+        for key, _ in job.branches.open:
+            token_id = token_ids[key]
+            report = reports.first_token(job, key, token_id, logprobs.get(key), now)
+            self._emit(job, report)
+            job.branches.draw(key, token_id)
+            if report.finish_reason is not None:
+                job.branches.close(key)
+        if job.branches.are_over:
             self._end(job)
         else:
             job.state = JobState.COMMITTING
-            self._do(Commit(job.key, token_id))
+            self._do(Commit(job.key, job.branches.first_tokens))
 
     def _fail(self, job: Job, error: PdServeError, *, blame: str, retryable: bool | None = None) -> None:
         job.failure = JobFailed.of(job.key, error, retryable=retryable, blame=blame)
         self._end(job)
 
-    def _drop(self, job: Job) -> None:
-        """Nobody wants to hear of the job any more, not even of a failure that waits to be told."""
-        job.failure = None
-        self._end(job)
+    def _drop(self, job: Job, *branches: HandoffId) -> None:
+        """Nobody wants to hear of these branches any more, not even of a failure that waits to be told."""
+        job.branches.close(*branches)
+        if job.branches.are_over:
+            self._end(job)
 
     def _end(self, job: Job) -> None:
         """The job is over for its router; let go of what it holds as soon as nothing uses it."""
@@ -564,17 +606,14 @@ class PrefillScheduler:
 
     def _forget(self, job: Job) -> None:
         del self._jobs[job.key]
+        for key in job.branches.keys:
+            if self._job_of.get(key) is job:
+                del self._job_of[key]
         self._do(Forget(job.key))
-        if job.failure is not None:
-            self._emit(job, job.failure)
+        self._emit(job, *reports.failed(job))
 
-    def _emit(self, job: Job, event: PrefillEvent) -> None:
-        self._do(Emit(job.router_id, event))
+    def _emit(self, job: Job, *events: PrefillEvent) -> None:
+        self._do(*(Emit(job.router_id, event) for event in events))
 
     def _do(self, *actions: Action) -> None:
         self._actions.extend(actions)
-
-
-def _rank(job: Job) -> tuple[float, int]:
-    """See the module; ties go to who came first."""
-    return job.num_left + AGEING * job.work_at_arrival, job.number

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import random
 import time
@@ -15,13 +16,14 @@ from grpc.aio import ServicerContext
 from kv_transfer import HandoffReceiver, HandoffResult, HandoffSender
 from kv_transfer.prefix_server import PrefixServer
 from kv_transfer.settings import transfer_config
+from pdserve.block_hash import BlockHasher
 from pdserve.config import Config
 from pdserve.engine.batch import SampleRequest, ScoreRequest, SequenceChunk, build_batch
-from pdserve.engine.block_hash import BlockHasher
 from pdserve.engine.engine import LayerWatch
 from pdserve.engine.logit_edits import SequenceEdits
 from pdserve.engine.sequence_blocks import SequenceBlocks
 from pdserve.errors import InternalError, OverloadedError, PdServeError, UnavailableError
+from pdserve.grammar import SequenceGrammars
 from pdserve.kv_layout import KvBlockStore
 from pdserve.logs import configure_logging
 from pdserve.rpc.codec import stats_to_proto, worker_info_to_proto
@@ -42,7 +44,8 @@ from pdserve.worker.events import (
 )
 from pdserve.worker.host import WorkerHost
 from pdserve.worker.limits import JobLimits
-from pdserve.worker.model import EngineFactory
+from pdserve.worker.metrics import WorkerState
+from pdserve.worker.model import EngineFactory, load_model_tokenizer
 from pdserve.worker.process import run_worker
 from pdserve.worker.sessions import SessionCodec, SessionHub
 from pdserve.worker.tasks import Alarm
@@ -67,6 +70,10 @@ from prefill_worker.jobs import (
 from prefill_worker.scheduler import PrefillScheduler
 
 log = logging.getLogger(__name__)
+
+GIVE_BACK_S = 1.0
+"""How long a worker whose time is up waits for hand-offs and the running step to let go of blocks: only then is a job
+over, and its router told."""
 
 MIN_OVERLAPPED_TOKENS = 64
 """Tokens of a step from which on hand-offs begin to send before it is over. One with fewer takes less time than sending
@@ -101,12 +108,15 @@ class PrefillService(worker_pb2_grpc.PrefillWorkerServicer):
         self._receiver: HandoffReceiver | None = None
         self._prefixes: PrefixServer | None = None
         self._hub: Hub | None = None
+        self._grammars: SequenceGrammars | None = None
         self._jobs: dict[HandoffId, GenerationJob] = {}
         self._first_token_at: dict[HandoffId, float] = {}
         self._wake = asyncio.Event()
         """Something may have become computable."""
         self._alarm = Alarm(self._on_timer)
         self._drained = DrainWaiter()
+        self._drain_is_over = False
+        """Whether all the time that there is to finish has been taken."""
 
     # Service ----------------------------------------------------------------------------------------------------------
 
@@ -116,7 +126,8 @@ class PrefillService(worker_pb2_grpc.PrefillWorkerServicer):
         await host.open(SERVICE_NAMES)
         info, engine = host.info, host.runner.engine
         hasher = BlockHasher(model_fingerprint=info.model_fingerprint, block_size=engine.layout.block_size)
-        self._blocks = SequenceBlocks(engine.num_blocks, hasher)
+        self._blocks = SequenceBlocks(engine.num_blocks, hasher, host.prefixes.changes)
+        host.prefixes.use(lambda: self._blocks.names)
         self._book = FetchBook(
             FetchCost(token_nbytes=engine.layout.block_nbytes / engine.layout.block_size),
             block_size=engine.layout.block_size,
@@ -132,8 +143,15 @@ class PrefillService(worker_pb2_grpc.PrefillWorkerServicer):
             max_waiting=config.prefill.max_waiting,
             limits=JobLimits(vocab_size=engine.config.vocab_size, max_model_len=info.max_model_len),
         )
+        self._grammars = SequenceGrammars(
+            functools.partial(load_model_tokenizer, config), engine.config.vocab_size, on_compiled=self._wake.set
+        )
         self._sender = HandoffSender(
-            info=info, store=engine.store, config=transfer_config(config), bind_host=host.listen_host
+            info=info,
+            store=engine.store,
+            config=transfer_config(config),
+            bind_host=host.listen_host,
+            channels=host.channels,
         )
         self._handoffs = Handoffs(self._sender, self, host.tasks)
         await self._open_prefix_exchange(info, engine.store)
@@ -149,19 +167,29 @@ class PrefillService(worker_pb2_grpc.PrefillWorkerServicer):
         )
         worker_pb2_grpc.add_PrefillWorkerServicer_to_server(self, host.server)
         host.tasks.spawn(self._compute(), "prefill-steps")
+        sender = self._sender
+        await host.serve_metrics(WorkerState(stats=self.stats, transfers=lambda: sender.stats))
         await host.announce(self.stats)
 
     async def _open_prefix_exchange(self, info: WorkerInfo, store: KvBlockStore) -> None:
         """Be ready to take prefixes from other workers, and to give them."""
         # A fixed port is for the hand-offs of a decode worker, which may run on the same machine.
         config, host = replace(transfer_config(self._config), tcp_port=0), self._host
-        self._fetches = PrefixFetches(info=info, blocks=self._blocks, listener=self, tasks=host.tasks)
+        self._fetches = PrefixFetches(
+            info=info, blocks=self._blocks, listener=self, tasks=host.tasks, channels=host.channels
+        )
         self._receiver = HandoffReceiver(
             info=self._fetches.info, store=store, admission=self._fetches, config=config, bind_host=host.listen_host
         )
         self._fetches.use(self._receiver)
         self._prefixes = PrefixServer(
-            info=info, store=store, cache=self, config=config, tasks=host.tasks, bind_host=host.listen_host
+            info=info,
+            store=store,
+            cache=self,
+            config=config,
+            tasks=host.tasks,
+            bind_host=host.listen_host,
+            channels=host.channels,
         )
         self._receiver.register(host.server)
         self._prefixes.register(host.server)
@@ -174,15 +202,21 @@ class PrefillService(worker_pb2_grpc.PrefillWorkerServicer):
 
     async def drain(self) -> None:
         """See `Service.drain`: finishes when every prompt's KV has been taken."""
-        if left := await self._drain(self._config.prefill.drain_timeout_s):
-            log.warning("drain time is over", extra={"requests_left": left})
+        if left := await self._drain(0.0 if self._drain_is_over else self._drain_timeout_s):
+            log.warning("drain time is over: giving back what is left", extra={"requests_left": left})
 
     async def stop(self) -> None:
         """See `Service.stop`."""
         self._alarm.set(None)
         if self._hub is not None:
+            if self._scheduler.draining:
+                self._scheduler.give_back()
+                self._changed()
+                await self._drained.wait(lambda: self._scheduler.num_jobs, GIVE_BACK_S)
             await self._hub.aclose(1.0)
         await self._host.join_engine()
+        if self._grammars is not None:
+            self._grammars.close()
         if self._sender is not None:
             await self._sender.aclose()
         if self._prefixes is not None:
@@ -249,7 +283,16 @@ class PrefillService(worker_pb2_grpc.PrefillWorkerServicer):
         self, request: pb.DrainRequest, context: ServicerContext[object, object]
     ) -> pb.DrainResponse:
         """See worker.proto."""
-        return pb.DrainResponse(num_remaining=await self._drain(request.timeout_s))
+        timeout_s = request.timeout_s if request.HasField("timeout_s") else self._drain_timeout_s
+        left = await self._drain(timeout_s)
+        if request.stop:
+            self._drain_is_over = True
+            self._host.stop_process()
+        return pb.DrainResponse(num_remaining=left)
+
+    @property
+    def _drain_timeout_s(self) -> float:
+        return self._config.prefill.drain_timeout_s
 
     async def _drain(self, timeout_s: float) -> int:
         assert self._hub is not None and self._prefixes is not None
@@ -269,7 +312,7 @@ class PrefillService(worker_pb2_grpc.PrefillWorkerServicer):
                 self._scheduler.cancel(command.id, time.monotonic())
                 self._changed()
             case Malformed():
-                self._post(router_id, [command.failure])
+                self._post(router_id, list(command.failures))
             case KeepAlive() | Hello():
                 return
 
@@ -281,9 +324,12 @@ class PrefillService(worker_pb2_grpc.PrefillWorkerServicer):
         except PdServeError as error:
             # What this worker cannot take now, another one may.
             elsewhere = isinstance(error, OverloadedError | UnavailableError)
-            self._post(router_id, [JobFailed.of(key, error, blame=self._host.worker_id if elsewhere else "")])
+            blame = self._host.worker_id if elsewhere else ""
+            self._post(router_id, [JobFailed.of(branch, error, blame=blame) for branch in _branch_keys(job)])
         else:
             self._jobs.setdefault(key, job)
+            assert self._grammars is not None
+            self._grammars.prepare(job)
         self._changed()
 
     def _on_router_lost(self, router_id: str) -> None:
@@ -304,12 +350,10 @@ class PrefillService(worker_pb2_grpc.PrefillWorkerServicer):
         now = time.monotonic()
         # From the first token, not from the last try: an earlier one may have failed in between.
         before_commit = now - result.transfer_s - result.commit_s - self._first_token_at.get(key, now)
+        transfer_s = max(0.0, before_commit) + result.transfer_s
+        self._host.metrics.handed_off(result.transport, transfer_s)
         self._scheduler.committed(
-            key,
-            transport=result.transport,
-            kv_bytes=result.kv_bytes,
-            transfer_s=max(0.0, before_commit) + result.transfer_s,
-            now=now,
+            key, transport=result.transport, kv_bytes=result.kv_bytes, transfer_s=transfer_s, now=now
         )
         self._changed()
 
@@ -370,7 +414,7 @@ class PrefillService(worker_pb2_grpc.PrefillWorkerServicer):
             match action:
                 case StartFetch(key, fetch):
                     assert self._fetches is not None
-                    self._fetches.start(fetch, self._jobs[key].token_ids)
+                    self._fetches.start(fetch, self._jobs[key].token_ids, self._jobs[key].cache_salt)
                 case AbandonFetch(fetch_id):
                     assert self._fetches is not None
                     self._fetches.abandon(fetch_id)
@@ -378,9 +422,9 @@ class PrefillService(worker_pb2_grpc.PrefillWorkerServicer):
                     self._handoffs.reserve(self._jobs[key], target, self._blocks.ids(key))
                 case Advance(key, num_tokens, step_tokens, step_layers):
                     self._handoffs.advance(key, num_tokens, step_tokens, step_layers)
-                case Commit(key, first_token):
+                case Commit(key, first_tokens):
                     self._first_token_at.setdefault(key, time.monotonic())
-                    self._handoffs.commit(key, first_token)
+                    self._handoffs.commit(key, first_tokens)
                 case AbortHandoff(key):
                     self._handoffs.abort(key)
                 case Emit(router_id, event):
@@ -388,6 +432,8 @@ class PrefillService(worker_pb2_grpc.PrefillWorkerServicer):
                 case Forget(key):
                     del self._jobs[key]
                     self._first_token_at.pop(key, None)
+                    assert self._grammars is not None
+                    self._grammars.forget(key)
         for router_id, batch in events.items():
             self._post(router_id, batch)
         self._alarm.set(self._scheduler.next_timer())
@@ -399,10 +445,11 @@ class PrefillService(worker_pb2_grpc.PrefillWorkerServicer):
 
     async def _compute(self) -> None:
         """One step after the other, for ever. Raises InternalError when the engine cannot be trusted any more."""
-        runner = self._host.runner
+        runner, grammars = self._host.runner, self._grammars
+        assert grammars is not None
         while True:
             self._wake.clear()
-            plan = self._scheduler.plan_step(time.monotonic())
+            plan = self._scheduler.plan_step(time.monotonic(), grammars.ready)
             self._carry_out()
             if not plan:
                 await self._wake.wait()
@@ -417,10 +464,13 @@ class PrefillService(worker_pb2_grpc.PrefillWorkerServicer):
                     raise
                 continue
             self._book.cost.computed(sum(chunk.length for chunk in plan), result.duration_s)
-            drawing = [c.key for c in plan if c.is_last]
+            for key, failure in grammars.take_failed().items():
+                self._scheduler.fail(key, failure, time.monotonic())
+            drawing = [branch for c in plan if c.is_last for branch in _branch_keys(self._jobs[c.key])]
             self._scheduler.step_done(
                 dict(zip(drawing, result.token_ids, strict=True)),
                 time.monotonic(),
+                duration_s=result.duration_s,
                 logprobs={drawing[row]: logprobs for row, logprobs in result.logprobs.items()},
                 prompt_logprobs={plan[number].key: tokens for number, tokens in result.prompt_logprobs.items()},
             )
@@ -444,11 +494,22 @@ class PrefillService(worker_pb2_grpc.PrefillWorkerServicer):
             token_ids=job.token_ids[chunk.start : chunk.start + chunk.length],
             start_position=chunk.start,
             block_table=self._blocks.ids(chunk.key),
-            sample=SampleRequest.for_job(job, job.first_output_index, SequenceEdits.for_job(job))
-            if chunk.is_last
-            else None,
+            samples=self._samples(job) if chunk.is_last else (),
             score=ScoreRequest.for_prompt(job, chunk.start, chunk.length),
         )
+
+    def _samples(self, job: GenerationJob) -> tuple[SampleRequest, ...]:
+        """One for each branch, in their order."""
+        assert self._grammars is not None
+        index = job.first_output_index
+        # Branches have no output yet: bias, penalties and grammar are at the same place in all of them.
+        edits = SequenceEdits.for_job(job)
+        allowed = self._grammars.allowed(job, index, job.token_ids[job.num_prompt_tokens :])
+        return tuple(SampleRequest.for_job(branch, index, edits, allowed) for branch in job.branches)
+
+
+def _branch_keys(job: GenerationJob) -> tuple[HandoffId, ...]:
+    return tuple(HandoffId(branch.request_id, branch.attempt) for branch in job.branches)
 
 
 def main(config: Config) -> int:

@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from pdserve.config.schema import RouterSection
-from pdserve.errors import InvalidRequestError, NotFoundError
-from pdserve.lifecycle import RequestState
-from pdserve.store.requests import RequestRecords
+from pdserve.errors import InvalidRequestError, NotFoundError, PdServeError, WrongRouterError
+from pdserve.store.requests import RequestRecord, RequestRecords, output_name
+from pdserve.store.router_lease import RouterLease
+from pdserve.types import Grammar
+from router.generation import Ask, Generation, Inheritance
+from router.grammar import Grammars
+from router.limits import CallLimiter
 from router.prompts import Prompts
-from router.request import Request
+from router.request import RequestServices
 from router.requests import RequestTable
-from router.validation import CheckedRequest, GenerationSpec, Limits, check_request_id, resolve
+from router.resume_record import ResolvedPrompt
+from router.status import RequestStatus, combined
+from router.takeover import Takeover
+from router.validation import ChatInput, CheckedRequest, GenerationSpec, Limits, check_request_id, resolve
 from router.worker_pool import WorkerPool
 
 
@@ -26,21 +36,6 @@ class ServedModel:
     eos_token_ids: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RequestStatus:
-    """Where a request is, or how it ended. Fields are explained in inference.proto, `RequestInfo`."""
-
-    request_id: str
-    state: RequestState
-    attempt: int
-    router_id: str
-    prefill_worker: str
-    decode_worker: str
-    num_prompt_tokens: int
-    num_output_tokens: int
-    error_code: str = ""
-
-
 class RouterCore:
     """Admission, checks and state of requests. Knows no wire format but that of the request itself."""
 
@@ -49,33 +44,58 @@ class RouterCore:
         *,
         model: ServedModel,
         prompts: Prompts,
-        table: RequestTable,
-        pool: WorkerPool,
+        services: RequestServices,
         records: RequestRecords,
-        config: RouterSection,
+        lease: RouterLease,
+        grammars: Grammars,
+        limiter: CallLimiter,
     ) -> None:
         self.model = model
+        self.limiter = limiter
+        """Who clients are."""
         self.prompts = prompts
-        self.config = config
-        self._table = table
-        self._pool = pool
+        self.config: RouterSection = services.config
+        self.table = RequestTable(services, self.resolve, self._inherit)
+        """What runs, and what has ended lately."""
+        self.takeover = Takeover(
+            records=records,
+            lease=lease,
+            table=self.table,
+            specify=self._specify,
+            model=model.name,
+            max_attempts=services.config.max_attempts,
+            extra_s=services.config.resume_s,
+        )
+        """Goes on with what other routers have left."""
+        self._pool: WorkerPool = services.pool
+        self._metrics = services.metrics
         self._records = records
+        self._grammars = grammars
 
     @property
     def ready(self) -> bool:
         """Whether a new request would find workers."""
-        return not self._table.closed and self._pool.has_usable_pair
+        return not self.table.closed and self._pool.has_usable_pair
 
     @property
     def draining(self) -> bool:
         """Whether nobody is admitted any more."""
-        return self._table.closed
+        return self.table.closed
 
     @property
     def max_model_len(self) -> int:
         """Longest sequence that can be served now, prompt and output, in tokens."""
         limits = self.limits()
         return min(limits.max_model_len, limits.decode_tokens or limits.max_model_len)
+
+    @contextlib.contextmanager
+    def counting_refusals(self) -> Iterator[None]:
+        """Around what is done of a call until there is a request: what is raised meanwhile is a refusal."""
+        try:
+            yield
+        except PdServeError as error:
+            self._metrics.rejected(error)
+            raise
 
     def limits(self) -> Limits:
         """What a request is checked against."""
@@ -88,63 +108,161 @@ class RouterCore:
             decode_tokens=kv.decode_tokens,
         )
 
-    def admit(self, request_id: str, *, received_at: float, client_s: float | None = None) -> Request:
-        """A new request, which the caller must end. `received_at` is `time.monotonic()`, `client_s` what the client
-        still waits.
-
-        Raises UnavailableError, OverloadedError or AlreadyExistsError.
-        """
-        limit_s = self.config.default_deadline_s
-        deadline = received_at + (limit_s if client_s is None else min(client_s, limit_s))
-        return self._table.admit(request_id, received_at=received_at, deadline=deadline)
-
     async def resolve(self, checked: CheckedRequest) -> GenerationSpec:
-        """Tokenize, and check lengths. Raises InvalidRequestError."""
+        """Tokenize, compile the grammar, and check lengths. Raises InvalidRequestError, or OverloadedError if there are
+        too many grammars."""
+        grammar = await self._grammar_of(checked)
         prompt_ids = await self.prompts.encode(checked.prompt)
+        if checked.max_prompt_tokens is not None:
+            prompt_ids = prompt_ids[-checked.max_prompt_tokens :]
+        return self._resolved(checked, prompt_ids, grammar)
+
+    async def _inherit(self, ask: Ask) -> Inheritance | None:
+        return await self.takeover.inherit(ask)
+
+    async def _specify(self, checked: CheckedRequest, known: ResolvedPrompt) -> GenerationSpec:
+        """As `resolve` did at another router."""
+        sampling = dataclasses.replace(checked.sampling, seed=known.seed)
+        checked = dataclasses.replace(checked, sampling=sampling, max_tokens=known.max_tokens)
+        return self._resolved(checked, known.token_ids, await self._grammar_of(checked))
+
+    def _resolved(self, checked: CheckedRequest, prompt_ids: Sequence[int], grammar: Grammar | None) -> GenerationSpec:
         return resolve(
             checked,
             prompt_ids,
             eos_token_ids=self.model.eos_token_ids,
             limits=self.limits(),
             config=self.config,
+            grammar=grammar,
         )
 
-    def cancel(self, request_id: str) -> bool:
-        """Stop an active request of this router. False if there is none of that name."""
-        active = self._table.get(request_id)
-        if active is None:
+    async def _grammar_of(self, checked: CheckedRequest) -> Grammar | None:
+        """What the output must look like, calls of functions included."""
+        grammar, prompt = checked.grammar, checked.prompt
+        if grammar is not None:
+            await self._grammars.check(grammar)
+        if not isinstance(prompt, ChatInput) or prompt.tools is None:
+            return grammar
+        combined = self.prompts.tool_format.grammar(prompt.tools, grammar)
+        if combined is not None:
+            try:
+                await self._grammars.check(combined)
+            except InvalidRequestError as error:
+                # The client does not know this grammar, and has written nothing of it but schemas of functions.
+                problem = error.message.partition(": ")[2]
+                raise InvalidRequestError(f"chat.tools: {problem}", field="chat.tools") from error
+        return combined
+
+    def open(
+        self,
+        ask: Ask,
+        *,
+        received_at: float,
+        client_s: float | None = None,
+        renamed: Callable[[int, PdServeError], PdServeError] | None = None,
+    ) -> Generation:
+        """What was asked for: a new generation that has been started, or the one of that name if it is of the same
+        request. The caller reads it at once. `received_at` is `time.monotonic()`, `client_s` what the client still
+        waits, `renamed` as in `Generation.start`.
+
+        Raises UnavailableError, OverloadedError, or AlreadyExistsError for the name of another request.
+        """
+        existing = self.table.find(ask.request_id)
+        is_same = existing is not None and ask.digest and existing.ask.digest == ask.digest
+        if existing is not None and is_same and self._is_of(existing.ask.tenant, ask.tenant):
+            return existing
+        limit_s = self.config.default_deadline_s
+        deadline = received_at + (limit_s if client_s is None else min(client_s, limit_s))
+        generation = self.table.admit(ask, received_at=received_at, deadline=deadline)
+        generation.start(renamed)
+        return generation
+
+    async def find(self, request_id: str, caller: bytes) -> Generation:
+        """A generation of this router that runs, or whose result is kept; one of a router that is gone is taken over.
+        `caller` is who asks, as in Ask: where clients have keys, what is another's is not there.
+
+        Raises InvalidRequestError, NotFoundError, StoreError, or WrongRouterError that names the router that has it."""
+        _check_named(request_id)
+        generation = self.table.find(request_id) or await self.takeover.take(request_id)
+        if generation is not None:
+            if not self._is_of(generation.ask.tenant, caller):
+                raise _no_such_request(request_id)
+            return generation
+        status = await self._recorded(request_id)
+        if status is None:
+            raise _no_such_request(request_id)
+        if status.router_id != self.table.router_id:
+            raise WrongRouterError(
+                f"request_id: {request_id!r} is at router {status.router_id!r}, not here; ask that one",
+                field="request_id",
+                router=status.router_id,
+            )
+        raise NotFoundError(
+            f"request_id: the result of {request_id!r} is not kept any more (router.retain_s, router.retain_requests, "
+            "router.retain_bytes)",
+            field="request_id",
+        )
+
+    def cancel(self, request_id: str, caller: bytes) -> bool:
+        """Stop an active request of this router, given its name or that of one of its outputs. False if there is none
+        of that name. `caller` as in `find`."""
+        active = self.table.running(request_id) or self.table.output(request_id)
+        if active is None or not self._is_of(active.tenant, caller):
             return False
         active.cancel(f"request {request_id} was cancelled")
         return True
 
-    async def status_of(self, request_id: str) -> RequestStatus:
-        """Of a request that runs or ended recently. Raises InvalidRequestError, NotFoundError or StoreError."""
-        if not request_id:
-            raise InvalidRequestError("request_id: must not be empty", field="request_id")
-        check_request_id(request_id)
-        active = self._table.get(request_id)
-        if active is not None:
-            return RequestStatus(
-                request_id=request_id,
-                state=active.state,
-                attempt=active.attempt_number,
-                router_id=self._table.router_id,
-                prefill_worker=active.prefill_worker,
-                decode_worker=active.decode_worker,
-                num_prompt_tokens=active.num_prompt_tokens,
-                num_output_tokens=active.num_output_tokens,
-            )
+    async def status_of(self, request_id: str, caller: bytes) -> RequestStatus:
+        """Of a request that runs or ended recently, or of one of its outputs. `caller` as in `find`; records do not say
+        whose a request was. Raises InvalidRequestError, NotFoundError or StoreError."""
+        _check_named(request_id)
+        known = self.table.find(request_id) or self.table.output(request_id)
+        if known is not None and not self._is_of(known.tenant, caller):
+            raise _no_such_request(request_id)
+        status = known.status if known is not None else await self._recorded(request_id)
+        if status is None:
+            raise _no_such_request(request_id)
+        return status
+
+    def _is_of(self, tenant: bytes, caller: bytes) -> bool:
+        """Without keys a client is known by its address at best, and may come back with another: the name of a request
+        is all that it has to know."""
+        return tenant == caller or not self.limiter.names_are_sure
+
+    async def _recorded(self, request_id: str) -> RequestStatus | None:
+        """From the records: that of an output, or that of a request with several and those of its outputs."""
         record = await self._records.get(request_id)
-        if record is None:
-            raise NotFoundError(f"request_id: no request {request_id!r} runs or ended recently", field="request_id")
-        return RequestStatus(
-            request_id=request_id,
-            state=record.state,
-            attempt=record.attempt,
-            router_id=record.owner,
-            prefill_worker=record.prefill_worker,
-            decode_worker=record.decode_worker,
-            num_prompt_tokens=record.num_prompt_tokens,
-            num_output_tokens=len(record.output_token_ids),
-            error_code=record.error_code,
-        )
+        if record is None or record.num_outputs == 0:
+            return None if record is None else _status_in(record)
+        outputs: list[RequestStatus] = []
+        for index in range(record.num_outputs):
+            output = await self._records.get(output_name(request_id, index))
+            if output is None:
+                # Not written yet, or not kept any more.
+                return _status_in(record)
+            outputs.append(_status_in(output))
+        return combined(request_id, outputs, record.num_prompt_tokens)
+
+
+def _check_named(request_id: str) -> None:
+    if not request_id:
+        raise InvalidRequestError("request_id: must not be empty", field="request_id")
+    check_request_id(request_id)
+
+
+def _no_such_request(request_id: str) -> NotFoundError:
+    return NotFoundError(f"request_id: no request {request_id!r} runs or ended recently", field="request_id")
+
+
+def _status_in(record: RequestRecord) -> RequestStatus:
+    return RequestStatus(
+        request_id=record.request_id,
+        state=record.state,
+        attempt=record.attempt,
+        router_id=record.owner,
+        prefill_worker=record.prefill_worker,
+        decode_worker=record.decode_worker,
+        num_prompt_tokens=record.num_prompt_tokens,
+        num_output_tokens=len(record.output_token_ids),
+        error_code=record.error_code,
+    )

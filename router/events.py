@@ -23,12 +23,13 @@ from pdserve.worker_info import WorkerInfo
 
 @dataclass(frozen=True, slots=True)
 class PrefillStarted:
-    """The prefill worker computes the prompt."""
+    """The prompt is being computed."""
 
     request_id: str
     attempt: int
     decode_worker: str
-    """Worker id of the holder of the reservation; empty if the request ends with its first token."""
+    """Worker id of the holder of the reservation, or of who computes the prompt itself; empty if the request ends with
+    its first token at a prefill worker."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +62,8 @@ class FirstToken:
     """Seconds spent waiting for them before the compute, by the worker's clock."""
     logprobs: tuple[TokenLogprobs, ...] = ()
     """Of the token, if asked for."""
+    compute_s: float = 0.0
+    """The request's own part of `prefill_s`, of steps that it has shared with others; 0 if that is not known."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +124,13 @@ class SubmitJob:
 
 
 @dataclass(frozen=True, slots=True)
+class SubmitLocal:
+    """To a decode worker: compute this prompt, and decode on."""
+
+    job: GenerationJob
+
+
+@dataclass(frozen=True, slots=True)
 class CancelJob:
     """Stop; harmless for a job that has ended."""
 
@@ -133,7 +143,7 @@ class Beat:
     """Nothing to say, still here."""
 
 
-Command = SubmitJob | CancelJob | Beat
+Command = SubmitJob | SubmitLocal | CancelJob | Beat
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,6 +173,8 @@ def prefill_command(command: Command) -> pb.PrefillCommand:
                 prefix_holders=[holder_to_proto(holder) for holder in command.holders],
             )
             return pb.PrefillCommand(submit=submit)
+        case SubmitLocal():
+            raise AssertionError("a prefill worker decodes nothing")
         case CancelJob():
             return pb.PrefillCommand(cancel=pb.CancelJob(request_id=command.request_id, attempt=command.attempt))
         case Beat():
@@ -170,10 +182,12 @@ def prefill_command(command: Command) -> pb.PrefillCommand:
 
 
 def decode_command(command: Command) -> pb.DecodeCommand:
-    """Encodes for a decode worker, which gets its work from prefill workers only."""
+    """Encodes for a decode worker; a deadline becomes the seconds left now."""
     match command:
         case SubmitJob():
-            raise AssertionError("a decode worker takes no jobs from a router")
+            raise AssertionError("a decode worker hands nothing over")
+        case SubmitLocal():
+            return pb.DecodeCommand(submit=job_to_proto(command.job))
         case CancelJob():
             return pb.DecodeCommand(cancel=pb.CancelJob(request_id=command.request_id, attempt=command.attempt))
         case Beat():
@@ -207,25 +221,11 @@ def _stats(message: pb.PrefillEvents | pb.DecodeEvents) -> WorkerStats | None:
 def _prefill_event(event: pb.PrefillEvent) -> WorkerEvent | None:
     match event.WhichOneof("event"):
         case "started":
-            started = event.started
-            return PrefillStarted(started.request_id, started.attempt, started.decode_worker)
+            return _started(event.started)
         case "prompt_logprobs":
-            part = event.prompt_logprobs
-            return PromptLogprobs(part.request_id, part.attempt, part.first_index, logprobs_from_proto(part.logprobs))
+            return _prompt_logprobs(event.prompt_logprobs)
         case "first_token":
-            first = event.first_token
-            return FirstToken(
-                request_id=first.request_id,
-                attempt=first.attempt,
-                index=first.index,
-                token_id=first.token_id,
-                finish_reason=finish_from_proto(first.finish_reason),
-                prefill_s=first.prefill_s,
-                num_cached_tokens=first.cached_tokens,
-                num_fetched_tokens=first.fetched_tokens,
-                fetch_s=first.fetch_s,
-                logprobs=logprobs_from_proto(first.logprobs),
-            )
+            return _first_token(event.first_token)
         case "handed_off":
             done = event.handed_off
             return HandedOff(
@@ -254,12 +254,42 @@ def _decode_event(event: pb.DecodeEvent) -> WorkerEvent | None:
                 finish_reason=finish_from_proto(tokens.finish_reason),
                 first_step_s=tokens.first_step_s,
                 num_local_prefill_tokens=tokens.local_prefill_tokens,
-                logprobs=logprobs_from_proto(tokens.logprobs),
+                logprobs=logprobs_from_proto(tokens.logprobs) if tokens.HasField("logprobs") else (),
             )
+        case "started":
+            return _started(event.started)
+        case "prompt_logprobs":
+            return _prompt_logprobs(event.prompt_logprobs)
+        case "first_token":
+            return _first_token(event.first_token)
         case "failed":
             return _failed(event.failed)
         case None:
             return None
+
+
+def _started(started: pb.PrefillStarted) -> PrefillStarted:
+    return PrefillStarted(started.request_id, started.attempt, started.decode_worker)
+
+
+def _prompt_logprobs(part: pb.PromptLogprobs) -> PromptLogprobs:
+    return PromptLogprobs(part.request_id, part.attempt, part.first_index, logprobs_from_proto(part.logprobs))
+
+
+def _first_token(first: pb.FirstToken) -> FirstToken:
+    return FirstToken(
+        request_id=first.request_id,
+        attempt=first.attempt,
+        index=first.index,
+        token_id=first.token_id,
+        finish_reason=finish_from_proto(first.finish_reason),
+        prefill_s=first.prefill_s,
+        num_cached_tokens=first.cached_tokens,
+        num_fetched_tokens=first.fetched_tokens,
+        fetch_s=first.fetch_s,
+        compute_s=first.compute_s,
+        logprobs=logprobs_from_proto(first.logprobs) if first.HasField("logprobs") else (),
+    )
 
 
 def _failed(failed: pb.JobFailed) -> JobFailed:

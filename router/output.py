@@ -141,23 +141,23 @@ class TextOutput:
         self._min_tokens = min_tokens
         self._num_tokens = 0
 
-    def push(self, token_ids: Sequence[int]) -> tuple[int, str, str | None]:
-        """Take more tokens: (how many of them count, text that is certain, the stop string completed or None).
+    def push(self, token_ids: Sequence[int]) -> tuple[list[str], str | None]:
+        """Take more tokens: (the text that becomes certain with each that counts, the stop string completed or None).
 
         A stop string ends the output with the token that completes it. Nothing may be pushed after that.
         """
-        parts: list[str] = []
-        for i, token_id in enumerate(token_ids):
+        texts: list[str] = []
+        for token_id in token_ids:
             text = self._detokenizer.push((token_id,))
             self._num_tokens += 1
             if self._matcher is None or self._num_tokens <= self._min_tokens:
-                parts.append(text)
+                texts.append(text)
                 continue
             text, stop = self._match(self._matcher, text)
-            parts.append(text)
+            texts.append(text)
             if stop is not None:
-                return i + 1, "".join(parts), stop
-        return len(token_ids), "".join(parts), None
+                return texts, stop
+        return texts, None
 
     def finish(self) -> tuple[str, str | None]:
         """The text that was held back, at the end of the output; it may complete a stop string after all."""
@@ -202,23 +202,29 @@ class Output:
         token_ids: Sequence[int],
         finish: FinishReason | None,
         logprobs: Sequence[TokenLogprobs] = (),
-    ) -> tuple[list[int], str]:
-        """Take tokens of a worker: (tokens that are now part of the output, text that is now certain).
+    ) -> tuple[list[int], list[str]]:
+        """Take tokens of a worker: (tokens that are now part of the output, the text that is certain with each).
 
-        Nothing may be added after the end. Raises InternalError for an index that this output cannot have.
+        What was held back until the end belongs to the last token. Nothing may be added after the end. Raises
+        InternalError for an index that this output cannot have, and for an end without a token.
         """
         assert self._ending is None, "tokens after the end"
         new = self._sequence.add(first_index, token_ids, finish, logprobs)
         reason = self._sequence.finished
         # A stop token is counted and returned as a token; its text is not wanted.
         shown = new[:-1] if reason is FinishReason.STOP else new
-        num_shown, text, stop = self._text.push(shown)
+        texts, stop = self._text.push(shown)
         if stop is not None:
-            new = new[:num_shown]
+            new = new[: len(texts)]
             self._ending = Ending(FinishReason.STOP, stop_string=stop)
         elif reason is not None:
+            if not new:
+                raise InternalError(f"a worker ended the output after token {self._num_tokens - 1}, which did not")
             rest, stop = self._text.finish()
-            text += rest
+            if len(texts) < len(new):
+                texts.append(rest)
+            else:
+                texts[-1] += rest
             if stop is not None:
                 self._ending = Ending(FinishReason.STOP, stop_string=stop)
             elif reason is FinishReason.STOP:
@@ -226,7 +232,7 @@ class Output:
             else:
                 self._ending = Ending(reason)
         self._num_tokens += len(new)
-        return new, text
+        return new, texts
 
     def take_logprobs(self, count: int) -> tuple[TokenLogprobs, ...]:
         """Log-probabilities of the newest `count` tokens, once. Raises InternalError for a token that came without."""

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Final, TypeVar
+from typing import Any, Final, Literal, TypeVar
 
 from pdserve.errors import InvalidRequestError
 from pdserve.tokenizer import Tokenizer
+from router.tools.formats import ToolFormat, tool_format_of
+from router.tools.output import ToolOutput
+from router.tools.prompt import plain_messages, tool_variables
 from router.validation import ChatInput, PromptInput, TextInput, TokenInput
 
 _T = TypeVar("_T")
@@ -23,13 +26,22 @@ NUM_THREADS: Final = 2
 class Prompts:
     """Turns what clients send into token ids and back."""
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: Tokenizer, *, tool_format: Literal["auto", "hermes", "json"] = "auto") -> None:
         self.tokenizer = tokenizer
+        self.tool_format: ToolFormat = tool_format_of(tool_format, tokenizer.chat_template_source)
+        """How the model writes calls of functions."""
         self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="tokenize")
 
     def close(self) -> None:
         """Start nothing more; what runs in a thread ends by itself."""
         self._threads.shutdown(wait=False, cancel_futures=True)
+
+    def tool_output(self, prompt: PromptInput, request_id: str, index: int) -> ToolOutput | None:
+        """What finds calls of functions in the output with that index over all prompts of a request; None if there are
+        none to be found."""
+        if not isinstance(prompt, ChatInput) or prompt.tools is None:
+            return None
+        return ToolOutput(self.tool_format, prompt.tools, request_id, index)
 
     async def encode(self, prompt: PromptInput) -> Sequence[int]:
         """Token ids of a prompt. Raises InvalidRequestError naming the field, for example if a chat is refused."""
@@ -37,7 +49,7 @@ class Prompts:
             case TokenInput():
                 return prompt.token_ids
             case TextInput():
-                return await self.encode_text(prompt.text, add_special_tokens=True)
+                return await self.encode_text(prompt.text, add_special_tokens=prompt.add_special_tokens)
             case ChatInput():
                 return await self.encode_chat(prompt)
 
@@ -50,11 +62,7 @@ class Prompts:
     async def encode_chat(self, chat: ChatInput) -> Sequence[int]:
         """Token ids of a chat, rendered with the model's template."""
         try:
-            return await self._in_thread(
-                lambda: self.tokenizer.encode_chat(
-                    chat.messages, add_generation_prompt=chat.add_generation_prompt, **chat.template_kwargs
-                )
-            )
+            return await self._in_thread(lambda: self._encode_chat(chat))
         except InvalidRequestError as error:
             # The tokenizer knows messages, not our request.
             raise InvalidRequestError(f"chat.{error.message}", field=f"chat.{error.field}") from error
@@ -64,6 +72,20 @@ class Prompts:
         if len(token_ids) <= MAX_INLINE_CHARACTERS:
             return self.tokenizer.decode(token_ids, skip_special_tokens)
         return await self._in_thread(lambda: self.tokenizer.decode(token_ids, skip_special_tokens))
+
+    def _encode_chat(self, chat: ChatInput) -> Sequence[int]:
+        messages: Sequence[Mapping[str, Any]] = chat.messages
+        variables = dict(chat.template_kwargs)
+        if self.tokenizer.chat_template_takes_tools:
+            variables |= tool_variables(chat.tools)
+        else:
+            messages = plain_messages(messages, chat.tools, self.tool_format)
+        return self.tokenizer.encode_chat(
+            messages,
+            add_generation_prompt=chat.add_generation_prompt,
+            continue_final_message=chat.continue_final_message,
+            **variables,
+        )
 
     async def _in_thread(self, work: Callable[[], _T]) -> _T:
         return await asyncio.get_running_loop().run_in_executor(self._threads, work)

@@ -8,19 +8,20 @@ moment in which a request is half cancelled, and no task that could be left behi
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import logging
+import random
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, TypeVar
+from typing import Final
 
 from pdserve.config.schema import RouterSection
 from pdserve.errors import (
     CancelledError,
     DeadlineExceededError,
+    DrainingError,
     InternalError,
-    OverloadedError,
+    InvalidRequestError,
     PdServeError,
     UnavailableError,
     WorkerLostError,
@@ -28,15 +29,21 @@ from pdserve.errors import (
 )
 from pdserve.lifecycle import Action, RequestEvent, RequestLifecycle, RequestState
 from pdserve.store.journal import RequestJournal
+from pdserve.store.requests import RequestRecord
 from pdserve.tokenizer import Tokenizer
 from pdserve.types import FinishReason, GenerationJob, TokenLogprobs
+from router.admission import Admission, Waiting
 from router.attempt import Attempt
 from router.events import FirstToken, HandedOff, JobFailed, PrefillStarted, PromptLogprobs, StepTokens, WorkerEvent
+from router.index import PrefixLocations, PrefixNames
+from router.local_attempt import LocalAttempt
+from router.metrics import RouterMetrics
 from router.output import Output, PromptScores, TextOutput, TokenSequence
-from router.placement import PlacementRequest, WorkerKey
+from router.placement import Estimate, PlacementRequest, WorkerKey
 from router.placer import Placer
-from router.prefix_memory import PrefixMemory
-from router.stream import ClientStream, Summary
+from router.remote_attempt import RemoteAttempt
+from router.status import RequestStatus
+from router.stream import OutputLog, Summary
 from router.timeline import Timeline
 from router.timers import Timers
 from router.validation import GenerationSpec
@@ -45,11 +52,17 @@ from router.worker_pool import Placement, WorkerPool
 
 log = logging.getLogger(__name__)
 
-_T = TypeVar("_T")
-
 REPORT_WAIT_S: Final = 0.25
 """How long the last response waits for the prefill worker's report of the hand-off. The two workers' streams are not
 ordered with each other, and a short output may be complete before the report of its hand-off is here."""
+
+RETRY_SPREAD_S: Final = 0.02
+MAX_RETRY_SPREAD_S: Final = 1.0
+"""Outputs of one prompt that have lost a worker try again one by one: all within so much for each of them, and within
+that in all. The first finds its workers at once, and the others find its prompt in a prefix cache."""
+
+TOKENS_AT_ONCE: Final = 256
+"""Of an output that is gone through once more: about a millisecond."""
 
 DEADLINE_SLACK_S: Final = 0.05
 """A client's own deadline cancels its call a little before or after ours; both mean the deadline."""
@@ -66,7 +79,9 @@ class RequestServices:
     pool: WorkerPool
     journal: RequestJournal
     tokenizer: Tokenizer
-    prefixes: PrefixMemory
+    prefixes: PrefixLocations
+    admission: Admission
+    metrics: RouterMetrics
 
 
 class Request:
@@ -79,28 +94,35 @@ class Request:
         *,
         received_at: float,
         deadline: float,
+        unique: bool,
+        tenant: bytes,
         on_end: Callable[[Request], None],
     ) -> None:
-        """Times are `time.monotonic()`. `on_end` is called once, whatever the end is."""
+        """Times are `time.monotonic()`. `unique`: this router has drawn the id, so nobody else can have it. `tenant`:
+        see Ask. `on_end` is called once, whatever the end is."""
         self.request_id = request_id
-        self.stream = ClientStream()
+        self._unique = unique
+        self.log = OutputLog()
         self._services = services
         self._received_at = received_at
         self._deadline = deadline
+        self._tenant = tenant
         self._on_end = on_end
         self._lifecycle = RequestLifecycle(request_id, received_at)
         self._timeline = Timeline(received_at)
         self._spec: GenerationSpec | None = None
         self._output: Output | None = None
+        self._names: PrefixNames | None = None
+        """Of the blocks of prompt and output, as far as they were needed."""
         self._prompt_scores: PromptScores | None = None
         """None until the request begins, and if nobody asked for them."""
         self._attempt: Attempt | None = None
-        self._placer = Placer(
-            services.pool,
-            wait_s=services.config.worker_wait_s,
-            on_placed=self._dispatch,
-            on_give_up=self._on_no_worker,
-        )
+        self._placer = self.new_placer(self._dispatch, self.no_worker)
+        self._turn: Waiting | None = None
+        """Its place in the queue of this router, or what that was. It waits there once: later attempts do not."""
+        self._leave_group: Callable[[Request], None] | None = None
+        """Set while a group waits, and looks for workers, for it."""
+        self._max_attempts = services.config.max_attempts
         self._prefill_worker = ""
         self._decode_worker = ""
         self._transport = ""
@@ -110,7 +132,13 @@ class Request:
         self._decoder: WorkerKey | None = None
         """The latest worker that has sent tokens of it and has exact KV of them."""
         self._num_local_prefill_tokens = 0
+        self._estimate: Estimate | None = None
+        """What the attempt that sent the first token was expected to take."""
         self._error_code = ""
+        self._dispatched_at = received_at
+        """When the current attempt was sent."""
+        self._recovered_from: PdServeError | None = None
+        """What ended the attempt before the current one."""
         self._timers = Timers()
         self._timers.set("deadline", deadline - time.monotonic(), self._on_deadline)
 
@@ -125,16 +153,6 @@ class Request:
         return self._lifecycle.attempt
 
     @property
-    def prefill_worker(self) -> str:
-        """Id of the latest attempt's prefill worker; empty before the first dispatch."""
-        return self._prefill_worker
-
-    @property
-    def decode_worker(self) -> str:
-        """Id of the latest attempt's decode worker; empty until known."""
-        return self._decode_worker
-
-    @property
     def num_prompt_tokens(self) -> int:
         """0 until the prompt is tokenized."""
         return len(self._spec.prompt_ids) if self._spec is not None else 0
@@ -144,30 +162,50 @@ class Request:
         """Tokens drawn so far."""
         return self._output.num_tokens if self._output is not None else 0
 
-    async def unless_ended(self, work: Coroutine[Any, Any, _T]) -> _T:
-        """Result of `work`, which is cancelled if the request ends first; then raises what it ended with."""
-        task = asyncio.ensure_future(work)
-        ended = asyncio.ensure_future(self.stream.wait_ended())
-        try:
-            await asyncio.wait((task, ended), return_when=asyncio.FIRST_COMPLETED)
-            if not task.done():
-                await self.stream.next()
-                raise AssertionError("a request that has not started can only end with an error")
-            return task.result()
-        finally:
-            task.cancel()
-            ended.cancel()
-            await asyncio.gather(task, ended, return_exceptions=True)
+    @property
+    def tenant(self) -> bytes:
+        """Whose it is, see Ask."""
+        return self._tenant
 
-    async def begin(self, spec: GenerationSpec) -> None:
-        """Claim the request id and dispatch. Raises AlreadyExistsError if another router has the id."""
+    @property
+    def status(self) -> RequestStatus:
+        """Where it is, for whoever asks."""
+        return RequestStatus(
+            request_id=self.request_id,
+            state=self.state,
+            attempt=self.attempt_number,
+            router_id=self._services.router_id,
+            prefill_worker=self._prefill_worker,
+            decode_worker=self._decode_worker,
+            num_prompt_tokens=self.num_prompt_tokens,
+            num_output_tokens=self.num_output_tokens,
+            error_code=self._error_code if self.state is RequestState.FAILED else "",
+        )
+
+    async def begin(self, spec: GenerationSpec, resume: bytes) -> None:
+        """Claim the request id and dispatch; `resume` is for the journal. Raises AlreadyExistsError if another router
+        has the id."""
+        await self.claim(spec, resume)
+        self.use_names(await self.name_prompt())
+        self.place()
+
+    async def claim(self, spec: GenerationSpec, resume: bytes = b"") -> None:
+        """Claim the request id; after that it can be placed. Raises AlreadyExistsError if another router has the id."""
         # From here on the journal hears of the end, also of one that comes while it claims the id.
         self._spec = spec
         await self._services.journal.admit(
-            self.request_id, model=self._services.model, num_prompt_tokens=len(spec.prompt_ids)
+            self.request_id,
+            model=self._services.model,
+            num_prompt_tokens=len(spec.prompt_ids),
+            unique=self._unique,
+            resume=resume,
         )
         if self._lifecycle.terminal:
             return
+        self._make_output(spec)
+        self._timeline.tokenized(time.monotonic())
+
+    def _make_output(self, spec: GenerationSpec) -> None:
         self._output = Output(
             TokenSequence(spec.max_tokens),
             TextOutput(
@@ -181,8 +219,63 @@ class Request:
         )
         if spec.num_prompt_logprobs is not None:
             self._prompt_scores = PromptScores(len(spec.prompt_ids))
-        self._timeline.tokenized(time.monotonic())
-        self._place()
+
+    async def name_prompt(self) -> PrefixNames:
+        """By what names workers know the blocks of the prompt."""
+        spec = self._started_spec
+        return await self._services.prefixes.names(spec.prompt_ids, spec.cache_salt)
+
+    async def restore(
+        self, spec: GenerationSpec, record: RequestRecord, resume: bytes, *, num_outputs: int, leads: bool
+    ) -> None:
+        """Instead of `begin`: go on with what another router has left, from the tokens that it has noted. `record` has
+        just been taken over; `resume` goes back into the journal. Of `num_outputs` of one prompt one `leads`, and the
+        others find the prompt in a prefix cache."""
+        self._spec = spec
+        # Log-probabilities are noted nowhere, so with them everything is generated once more.
+        scored = spec.num_logprobs is not None or spec.num_prompt_logprobs is not None
+        tokens = () if scored else record.output_token_ids
+        self._services.journal.adopt(record, num_kept=len(tokens), resume=resume)
+        self._lifecycle = RequestLifecycle(self.request_id, self._received_at, attempt=record.attempt)
+        self._max_attempts += record.attempt - 1
+        self._make_output(spec)
+        await self._recall(tokens, _finish_reason(spec, tokens))
+        if self._lifecycle.terminal:
+            return
+        if self._output_complete:
+            self._lifecycle = RequestLifecycle(
+                self.request_id, self._received_at, attempt=record.attempt, state=RequestState.FINISHED
+            )
+            self._note()
+            self._succeed()
+            return
+        self.use_names(await self.name_prompt())
+        if self._lifecycle.terminal:
+            return
+        # It has had its turn at the other router.
+        self._turn = self.new_turn()
+        if leads:
+            self.place()
+        else:
+            self._place_later(num_outputs)
+
+    async def _recall(self, tokens: Sequence[int], finish: FinishReason | None) -> None:
+        """Take tokens that were given out before; others have their turn in between."""
+        output = self._started_output
+        for begin in range(0, len(tokens), TOKENS_AT_ONCE):
+            end = begin + TOKENS_AT_ONCE
+            new, texts = output.add(begin, tokens[begin:end], finish if end >= len(tokens) else None)
+            self.log.push(new, texts)
+            self._timeline.tokens(len(new), time.monotonic())
+            if output.ending is not None:
+                return
+            await asyncio.sleep(0)
+            if self._lifecycle.terminal:
+                return
+
+    def use_names(self, names: PrefixNames) -> None:
+        """`names` are those of the prompt. Call it before the request is placed."""
+        self._names = names
 
     def cancel(self, reason: str) -> None:
         """Stop for good. Harmless if it has ended."""
@@ -193,7 +286,7 @@ class Request:
         if time.monotonic() >= self._deadline - DEADLINE_SLACK_S:
             self._on_deadline()
         else:
-            self.cancel("the client has gone")
+            self.fail(CancelledError("the client has gone", reason="disconnect"))
 
     def fail(self, error: PdServeError) -> None:
         """End with `error`, unless the output is complete already. Harmless if it has ended."""
@@ -209,8 +302,9 @@ class Request:
             event = RequestEvent.DEADLINE
         self._error_code = error.code
         self._apply(event)
+        self.log.fail(error)
+        self._services.metrics.failed(error)
         self._finish_up()
-        self.stream.fail(error)
 
     # What workers report.
 
@@ -236,7 +330,7 @@ class Request:
                 f"{worker.info.role.value} worker {worker.info.worker_id} was lost: {reason}",
                 worker=worker.info.worker_id,
             )
-            self._retry_or_fail(error, worker.key)
+            self._retry_or_fail(error, worker, attempt)
 
     def on_bug(self, error: Exception) -> None:
         """See Consumer."""
@@ -252,21 +346,39 @@ class Request:
             case PromptLogprobs():
                 if self._prompt_scores is None:
                     raise InternalError("a worker sent log-probabilities of the prompt, which nobody asked for")
-                self.stream.push_prompt(self._prompt_scores.add(event.first_index, event.tokens))
+                self.log.push_prompt(self._prompt_scores.add(event.first_index, event.tokens))
             case FirstToken():
                 if self._prompt_scores is not None and not self._prompt_scores.complete:
                     raise InternalError("a worker sent the first token before all log-probabilities of the prompt")
                 attempt.first_token()
+                if self._turn is not None and self.attempt_number == 1:
+                    self._services.admission.first_token(self._turn)
+                else:
+                    self._services.admission.nudge()
                 if first_of_output:
                     self._timeline.prefilled(event.prefill_s, event.fetch_s)
+                    self._estimate = attempt.estimate
                     self._num_cached_tokens = min(event.num_cached_tokens, self.num_prompt_tokens)
                     self._num_fetched_tokens = min(event.num_fetched_tokens, self._num_cached_tokens)
-                self._services.prefixes.note(worker.key, attempt.job.token_ids)
-                tokens = (event.token_id,)
-                self._take(event.index, tokens, event.finish_reason, event.logprobs, RequestEvent.FIRST_TOKEN)
+                    if attempt.leads:
+                        self._services.metrics.prompt_computed(
+                            num_tokens=self.num_prompt_tokens,
+                            num_cached=self._num_cached_tokens,
+                            num_fetched=self._num_fetched_tokens,
+                            estimate=attempt.estimate,
+                            took_s=time.monotonic() - self._dispatched_at,
+                        )
+                if attempt.leads:
+                    self._services.prefixes.served(worker.key, self._names_upto(self.num_output_tokens))
+                if attempt.local and attempt.leads:
+                    num_computed = attempt.job.num_known_tokens - event.num_cached_tokens
+                    self._num_local_prefill_tokens = max(self._num_local_prefill_tokens, num_computed)
+                # A decode worker that has computed the prompt goes on with it: there is nothing to hand over.
+                reached = RequestEvent.DECODE_TOKENS if attempt.local else RequestEvent.FIRST_TOKEN
+                self._take(event.index, (event.token_id,), event.finish_reason, event.logprobs, reached)
             case StepTokens():
                 attempt.tokens_from(worker)
-                if attempt.prefill.info.codecs == ("none",):
+                if attempt.exact:
                     self._decoder = worker.key
                 # Workers send the total so far.
                 self._num_local_prefill_tokens = max(self._num_local_prefill_tokens, event.num_local_prefill_tokens)
@@ -281,6 +393,7 @@ class Request:
                 )
             case HandedOff():
                 attempt.hand_off_reported(event.decode_worker)
+                self._services.metrics.handed_off(event.transport, event.kv_bytes, leads=attempt.leads)
                 self._transport = event.transport
                 self._kv_bytes += event.kv_bytes
                 if first_of_output:
@@ -302,18 +415,16 @@ class Request:
         output, attempt = self._started_output, self._current_attempt
         if self._output_complete:
             raise InternalError("a worker sent tokens after the end of the output")
-        new, text = output.add(first_index, token_ids, finish, logprobs)
+        new, texts = output.add(first_index, token_ids, finish, logprobs)
         new_logprobs = output.take_logprobs(len(new)) if self._started_spec.num_logprobs is not None else ()
-        self._timeline.tokens(len(new), time.monotonic())
+        waited_s = self._timeline.tokens(len(new), time.monotonic())
+        self._services.metrics.tokens(len(new), waited_s, first=output.num_tokens == len(new))
         self._services.journal.tokens(self.request_id, new)
-        self.stream.push(new, text, new_logprobs)
+        self.log.push(new, texts, new_logprobs)
         if output.ending is None:
             self._apply(event)
-            if self.stream.num_unread_tokens > self._services.config.max_unread_tokens:
-                raise OverloadedError(
-                    f"the client has left {self.stream.num_unread_tokens} tokens unread "
-                    f"(router.max_unread_tokens is {self._services.config.max_unread_tokens})"
-                )
+            # May end this very request, so there is nothing to be done after it.
+            self.log.check_readers()
         elif output.ending.stop_string is not None:
             self._apply(RequestEvent.STOPPED)
             self._succeed()
@@ -327,29 +438,87 @@ class Request:
         error = error_from_code(event.code, event.message)
         if event.retryable:
             self._retry_without(error, event.blame)
+        elif self._current_attempt.num_outputs > 1 and isinstance(error, InvalidRequestError):
+            # All outputs together are too much for this worker, for which this one has not used up an attempt.
+            self._max_attempts += 1
+            self._retry_or_fail(error, None, self._current_attempt)
         else:
             self.fail(error)
 
     # Placement and attempts.
 
-    def _place(self) -> None:
-        """Find workers for the current attempt; `_dispatch` goes on."""
+    @property
+    def ended(self) -> bool:
+        """Whether nothing can happen to it any more."""
+        return self._lifecycle.terminal
+
+    def place(self) -> None:
+        """Find workers for the current attempt, the first time when it is its turn; `_dispatch` goes on. Harmless if it
+        has ended."""
+        if self.ended:
+            return
+        if self._turn is not None:
+            self._search()
+            return
+        self._turn = self.new_turn()
+        self._services.admission.enter(self._turn, self._search, self.fail)
+
+    def _search(self) -> None:
+        self._placer.search(self.needs)
+
+    def new_turn(self, num_outputs: int = 1) -> Waiting:
+        """To wait for its turn with; see Admission."""
         spec = self._started_spec
-        self._placer.search(
-            PlacementRequest(
-                num_known_tokens=len(spec.prompt_ids) + self.num_output_tokens,
-                max_total_tokens=len(spec.prompt_ids) + spec.max_tokens,
-            )
+        return Waiting(
+            tenant=self._tenant,
+            priority=spec.priority,
+            needs=self.needs,
+            max_tokens=spec.max_tokens,
+            num_outputs=num_outputs,
+            received_at=self._received_at,
+            deadline=self._deadline,
         )
 
-    def _dispatch(self, placement: Placement) -> None:
+    @property
+    def needs(self) -> PlacementRequest:
+        """What the current attempt needs, and who has got some of it."""
+        services, spec = self._services, self._started_spec
+        names = self._names_upto(self.num_output_tokens)
+        held = services.prefixes.held(names)
+        return PlacementRequest(
+            num_known_tokens=len(spec.prompt_ids) + self.num_output_tokens,
+            max_total_tokens=len(spec.prompt_ids) + spec.max_tokens,
+            cached=held,
+            expected=services.prefixes.expected(names, held),
+        )
+
+    def new_placer(self, on_placed: Callable[[Placement], None], on_give_up: Callable[[], None]) -> Placer:
+        """Looks for workers as long as the configuration says, see Placer."""
+        services = self._services
+        return Placer(services.pool, wait_s=services.config.worker_wait_s, on_placed=on_placed, on_give_up=on_give_up)
+
+    def placed_by_group(self, turn: Waiting, leave: Callable[[Request], None]) -> None:
+        """Others wait for `turn`, and then look for workers, for it. `leave` is called if it ends before
+        `attempt_on`."""
+        self._turn = turn
+        self._leave_group = leave
+
+    def attempt_on(self, placement: Placement, *, num_outputs: int = 1, leads: bool = True) -> Attempt:
+        """The attempt that is due, on these workers; see Attempt. The caller dispatches it and says what came of it."""
         spec, output = self._started_spec, self._started_output
         scores = self._prompt_scores
+        self._leave_group = None
+        if leads:
+            computing = placement.prefill or placement.decode[0]
+            self._services.prefixes.placed(computing.key, self._names_upto(self.num_output_tokens))
+        self._prefill_worker = placement.prefill.info.worker_id if placement.prefill is not None else ""
+        self._decode_worker = ""
         job = GenerationJob(
             request_id=self.request_id,
             attempt=self.attempt_number,
             router_id=self._services.router_id,
-            token_ids=(*spec.prompt_ids, *output.tokens),
+            # Not a copy of the prompt while there is no output: there may be many outputs of one long prompt.
+            token_ids=spec.prompt_ids + tuple(output.tokens),
             num_prompt_tokens=len(spec.prompt_ids),
             max_new_tokens=spec.max_tokens,
             min_new_tokens=spec.min_tokens,
@@ -359,43 +528,78 @@ class Request:
             # What the client has got already need not cost another attempt its prefix cache.
             num_prompt_logprobs=None if scores is None or scores.complete else spec.num_prompt_logprobs,
             deadline=self._deadline,
+            cache_salt=spec.cache_salt,
+            priority=spec.priority,
+            grammar=spec.grammar,
         )
-        found = self._services.prefixes.find(job.token_ids)
-        placement = dataclasses.replace(placement, holders=self._services.pool.prefix_holders(placement.prefill, found))
-        attempt = Attempt(job, placement, self)
-        self._prefill_worker = placement.prefill.info.worker_id
-        self._decode_worker = ""
-        try:
-            attempt.dispatch()
-        except UnavailableError as error:
-            self._retry_or_fail(error, placement.prefill.key)
-            return
+        way = LocalAttempt if placement.prefill is None else RemoteAttempt
+        return way(job, placement, self, num_outputs=num_outputs, leads=leads)
+
+    def dispatched(self, attempt: Attempt) -> None:
+        """The workers have it."""
+        self._dispatched_at = time.monotonic()
+        self._services.metrics.dispatched(local=not self._prefill_worker)
         self._attempt = attempt
         self._apply(RequestEvent.DISPATCHED)
 
-    def _on_no_worker(self) -> None:
+    def not_dispatched(self, attempt: Attempt, error: UnavailableError) -> None:
+        """The worker that was to compute its prompt cannot be reached."""
+        self._retry_or_fail(error, attempt.first_worker, attempt)
+
+    def _dispatch(self, placement: Placement) -> None:
+        attempt = self.attempt_on(placement)
+        try:
+            attempt.dispatch()
+        except UnavailableError as error:
+            self.not_dispatched(attempt, error)
+            return
+        self.dispatched(attempt)
+
+    def no_worker(self) -> None:
+        """No worker was found for it in time."""
         self.fail(
             UnavailableError(
-                f"no usable pair of prefill and decode workers for {self._services.config.worker_wait_s:g} s",
+                f"no usable workers for {self._services.config.worker_wait_s:g} s: {self._services.pool.missing}",
                 retry_after_s=1.0,
             )
         )
 
     def _retry_without(self, error: PdServeError, worker_id: str) -> None:
         """Try again without a worker of the current attempt; with the same ones if it has no such worker."""
-        blamed = self._current_attempt.worker_named(worker_id)
-        self._retry_or_fail(error, blamed.key if blamed is not None else None)
+        attempt = self._current_attempt
+        blamed = attempt.worker_named(worker_id)
+        if blamed is not None and isinstance(error, DrainingError):
+            blamed.begins_to_drain()
+        self._retry_or_fail(error, blamed, attempt)
 
-    def _retry_or_fail(self, error: PdServeError, blamed: WorkerKey | None) -> None:
-        if self._output_complete or self.attempt_number >= self._services.config.max_attempts:
+    def _retry_or_fail(self, error: PdServeError, blamed: Worker | None, attempt: Attempt) -> None:
+        planned = isinstance(error, DrainingError) or (
+            blamed is not None and blamed.leaving and not isinstance(error, InternalError)
+        )
+        if planned:
+            # However many workers are restarted in its time: that says nothing about the request.
+            self._max_attempts += 1
+        if self._output_complete or self.attempt_number >= self._max_attempts:
             self.fail(error)
             return
         if blamed is not None:
-            self._placer.exclude(blamed)
-        log.warning("attempt failed: %s", error.message, extra=self._facts())
+            self._placer.exclude(blamed.key)
+        # What fails for several outputs of one prompt together is said once.
+        level = logging.DEBUG if not attempt.leads else logging.INFO if planned else logging.WARNING
+        log.log(level, "attempt failed: %s", error.message, extra=self._facts())
         self._apply(RequestEvent.RETRY)
+        self._services.metrics.retried(error)
+        self._recovered_from = error
         self._started_output.start_over()
-        self._place()
+        if attempt.leads:
+            self.place()
+        else:
+            self._place_later(attempt.num_outputs)
+
+    def _place_later(self, num_outputs: int) -> None:
+        """After the one of so many outputs of its prompt that leads."""
+        spread_s = min(RETRY_SPREAD_S * num_outputs, MAX_RETRY_SPREAD_S)
+        self._timers.set("retry", random.uniform(0.0, spread_s), self.place)  # noqa: S311
 
     def _on_deadline(self) -> None:
         self.fail(DeadlineExceededError(f"request {self.request_id}: the deadline has passed"))
@@ -412,23 +616,24 @@ class Request:
         if self._attempt is not None and not self._attempt.decoding:
             # The prefill worker's token was the last one; whoever had a reservation for the rest did nothing.
             self._decode_worker = ""
-        self._finish_up()
-        self.stream.finish(
-            Summary(
-                ending=output.ending,
-                phases=self._timeline.phases(),
-                num_prompt_tokens=self.num_prompt_tokens,
-                num_output_tokens=output.num_tokens,
-                num_cached_tokens=self._num_cached_tokens,
-                num_fetched_tokens=self._num_fetched_tokens,
-                prefill_worker=self._prefill_worker,
-                decode_worker=self._decode_worker,
-                transport=self._transport,
-                kv_bytes=self._kv_bytes,
-                num_attempts=self.attempt_number,
-                num_local_prefill_tokens=self._num_local_prefill_tokens,
-            )
+        summary = Summary(
+            ending=output.ending,
+            phases=self._timeline.phases(),
+            num_prompt_tokens=self.num_prompt_tokens,
+            num_output_tokens=output.num_tokens,
+            num_cached_tokens=self._num_cached_tokens,
+            num_fetched_tokens=self._num_fetched_tokens,
+            prefill_worker=self._prefill_worker,
+            decode_worker=self._decode_worker,
+            transport=self._transport,
+            kv_bytes=self._kv_bytes,
+            num_attempts=self.attempt_number,
+            num_local_prefill_tokens=self._num_local_prefill_tokens,
+            estimate=self._estimate,
         )
+        self.log.finish(summary)
+        self._services.metrics.finished(summary, self._recovered_from)
+        self._finish_up()
 
     def _finish_up(self) -> None:
         """After the last transition: let go of everything."""
@@ -438,10 +643,16 @@ class Request:
             self._attempt = None
         self._placer.stop()
         self._timers.cancel_all()
+        if self._leave_group is not None:
+            self._leave_group(self)
+            self._leave_group = None
+        elif self._turn is not None:
+            self._services.admission.leave(self._turn)
+        if self._turn is not None:
+            self._services.admission.output_ended(self._turn, self.num_output_tokens)
         if self._decoder is not None:
             # The newest token has not been computed.
-            tokens = (*self._started_spec.prompt_ids, *self._started_output.tokens[:-1])
-            self._services.prefixes.note(self._decoder, tokens)
+            self._services.prefixes.served(self._decoder, self._names_upto(self.num_output_tokens - 1))
         log.info("request ended", extra=self._facts())
         self._on_end(self)
 
@@ -493,6 +704,15 @@ class Request:
         assert self._output is not None, "not started"
         return self._output
 
+    def _names_upto(self, num_output_tokens: int) -> PrefixNames:
+        """Names of the blocks of the prompt and so many tokens of the output."""
+        assert self._names is not None, "its blocks have no names yet"
+        prompt_ids = self._started_spec.prompt_ids
+        if num_output_tokens > 0:
+            prompt_ids = (*prompt_ids, *self._started_output.tokens[:num_output_tokens])
+        self._names.use(prompt_ids)
+        return self._names
+
     def _facts(self) -> dict[str, object]:
         return {
             "request_id": self.request_id,
@@ -505,3 +725,10 @@ class Request:
             "error_code": self._error_code,
             "duration_ms": round((time.monotonic() - self._received_at) * 1000),
         }
+
+
+def _finish_reason(spec: GenerationSpec, tokens: Sequence[int]) -> FinishReason | None:
+    """Why an output ends with the last one of `tokens`; None if it goes on. Stop strings are another matter."""
+    if tokens and tokens[-1] in spec.stop_token_ids:
+        return FinishReason.STOP
+    return FinishReason.LENGTH if len(tokens) >= spec.max_tokens else None

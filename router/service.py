@@ -4,35 +4,57 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
 import secrets
 import time
 from typing import Final
 
 from pdserve.config.schema import Config
-from pdserve.errors import ConfigError
+from pdserve.errors import ConfigError, StoreError
 from pdserve.logs import configure_logging
+from pdserve.metrics import Exposition
 from pdserve.model.source import ModelSource, open_model
+from pdserve.rpc.options import public_server_options
 from pdserve.rpc.v1 import inference_pb2_grpc
+from pdserve.security.identity import PeerRole
+from pdserve.security.internal import Channels, InternalTls
+from pdserve.security.port import PortTls
+from pdserve.security.public import PublicTls
+from pdserve.security.refusals import CLIENT_REASONS, Refusals
 from pdserve.service import GrpcEndpoint, run_service
 from pdserve.store.client import Store, require_shared
 from pdserve.store.journal import RequestJournal
+from pdserve.store.login import StoreLogin
+from pdserve.store.prefix_reader import PrefixReader
 from pdserve.store.registry import WorkerDirectory
 from pdserve.store.requests import RequestRecords
+from pdserve.store.router_lease import RouterLease
 from pdserve.tokenizer import Tokenizer, load_tokenizer
+from router.admission import Admission, AdmissionLimits, WorkersPredictor
 from router.api import ClusterServicer, InferenceServicer
+from router.authentication import Doorkeeper, KeyInterceptor
+from router.call_limits import CallLimitInterceptor
 from router.core import RouterCore, ServedModel
+from router.grammar import Grammars
 from router.http.app import make_app
 from router.http.server import HttpEndpoint
-from router.prefix_memory import PrefixMemory
+from router.index import IndexFeed, PrefixIndex, PrefixLocations
+from router.limits import CallLimiter
+from router.metrics import RouterMetrics, RouterState, StateReader
+from router.placement import LocalLimits
 from router.prompts import Prompts
 from router.request import RequestServices
 from router.requests import RequestTable
+from router.sessions import open_session
 from router.worker_pool import ModelIdentity, WorkerPool
 
 log = logging.getLogger(__name__)
 
 SERVICE_NAMES: Final = ("pdserve.rpc.v1.Inference", "pdserve.rpc.v1.Cluster")
+
+MAX_BLOCK_S: Final = 0.5
+"""Longest that one reading of what workers announce waits for news."""
 
 FLUSH_S: Final = 2.0
 """Longest wait for the last records to reach redis when stopping."""
@@ -53,6 +75,7 @@ class RouterService:
         self._table: RequestTable | None = None
         self._pool: WorkerPool | None = None
         self._journal: RequestJournal | None = None
+        self._lease: RouterLease | None = None
         self._supervisor: asyncio.Task[None] | None = None
 
     @property
@@ -82,55 +105,140 @@ class RouterService:
         started_at = time.monotonic()
         require_shared(config.store.url)
         # The port early: a taken one is a mistake that is cheap to find.
-        endpoint = self._endpoint = GrpcEndpoint(config.router.listen, "router.listen")
+        internal = InternalTls.of(config, PeerRole.ROUTER)
+        public = None if config.tls.public is None else PublicTls(config.tls.public)
+        refusals = {
+            "grpc": Refusals("router.listen", CLIENT_REASONS),
+            "http": Refusals("router.http_port", CLIENT_REASONS),
+        }
+        keys_file = config.router.keys_file
+        keepers = None if keys_file is None else {api: Doorkeeper(keys_file, refusals[api]) for api in refusals}
+        limiter = CallLimiter(config.router.max_requests_per_key)
+        if keepers is not None:
+            keeper = keepers["grpc"]
+            limiter = CallLimiter(config.router.max_requests_per_key, keeper.max_requests, keeper.name_of)
+        endpoint = self._endpoint = GrpcEndpoint(
+            config.router.listen,
+            "router.listen",
+            options=public_server_options(
+                max_message_bytes=config.router.grpc_max_message_bytes,
+                max_connections=config.router.grpc_max_connections,
+                max_streams_per_connection=config.router.grpc_max_streams_per_connection,
+                min_ping_interval_s=config.router.grpc_min_ping_interval_s,
+            ),
+            interceptors=[
+                *(() if keepers is None else (KeyInterceptor(keepers["grpc"]),)),
+                CallLimitInterceptor(limiter),
+            ],
+            tls=None if public is None else PortTls.public(public, refusals["grpc"]),
+        )
         self._undo.push_async_callback(endpoint.stop, 0.0)
         if config.router.http_listen is not None:
-            self._http = HttpEndpoint(config.router)
+            self._http = HttpEndpoint(config.router, public, refusals["http"])
             self._undo.push_async_callback(self._http.stop, 0.0)
-        store = await Store.connect(config.store.url, config.cluster, timeout_s=config.store.timeout_s)
+        store = await Store.connect(
+            config.store.url, config.cluster, timeout_s=config.store.timeout_s, login=StoreLogin.of(config.store)
+        )
         self._undo.push_async_callback(store.aclose)
         source, tokenizer, fingerprint = await asyncio.to_thread(_load, config.model.path)
         model = _served_model(config, source)
 
-        records = RequestRecords(store, retention_s=config.store.record_ttl_s)
+        records = RequestRecords(
+            store, retention_s=config.store.record_ttl_s, resume_retention_s=config.router.retain_s
+        )
+        # Whoever freezes is given up by workers and by other routers at the same time.
+        lease = self._lease = RouterLease(
+            store, self.router_id, secrets.token_hex(8), lease_s=config.health.peer_timeout_s
+        )
+        await lease.acquire()
         journal = self._journal = RequestJournal(records, owner=self.router_id)
-        prompts = Prompts(tokenizer)
+        prompts = Prompts(tokenizer, tool_format=config.router.tool_format)
         self._undo.callback(prompts.close)
         pool = self._pool = WorkerPool(
-            router_id=self.router_id, model=ModelIdentity(model.name, fingerprint), health=config.health
+            router_id=self.router_id,
+            model=ModelIdentity(model.name, fingerprint),
+            health=config.health,
+            local=LocalLimits(
+                max_tokens_ahead=config.router.local_prefill.max_tokens_ahead,
+                stream_weight=config.router.local_prefill.stream_weight,
+            ),
+            open_session=functools.partial(open_session, channels=Channels(internal)),
         )
         self._undo.push_async_callback(pool.aclose)
-        table = self._table = RequestTable(
-            RequestServices(
-                router_id=self.router_id,
-                model=model.name,
-                config=config.router,
-                pool=pool,
-                journal=journal,
-                tokenizer=tokenizer,
-                prefixes=PrefixMemory(fingerprint),
-            )
+        index = PrefixIndex()
+        feed = IndexFeed(PrefixReader(store), index, block_s=min(MAX_BLOCK_S, config.store.timeout_s / 2))
+        prefixes = PrefixLocations(fingerprint, index, live=lambda: feed.live)
+        waits = config.router.admission
+        admission = Admission(
+            WorkersPredictor(pool),
+            AdmissionLimits(
+                max_waiting=waits.max_waiting,
+                max_ttft_s=waits.max_ttft_s,
+                ahead_s=waits.ahead_s,
+                worker_wait_s=config.router.worker_wait_s,
+            ),
+        )
+        metrics = RouterMetrics(model.name, vllm_names=config.router.vllm_metrics)
+        services = RequestServices(
+            router_id=self.router_id,
+            model=model.name,
+            config=config.router,
+            pool=pool,
+            journal=journal,
+            tokenizer=tokenizer,
+            prefixes=prefixes,
+            admission=admission,
+            metrics=metrics,
         )
         directory = WorkerDirectory(store)
-        core = RouterCore(model=model, prompts=prompts, table=table, pool=pool, records=records, config=config.router)
+        grammars = Grammars(tokenizer, model.vocab_size)
+        self._undo.callback(grammars.close)
+        core = RouterCore(
+            model=model,
+            prompts=prompts,
+            services=services,
+            records=records,
+            lease=lease,
+            grammars=grammars,
+            limiter=limiter,
+        )
+        table = self._table = core.table
+
+        def store_available() -> bool:
+            return directory.available and not journal.degraded
+
         inference_pb2_grpc.add_InferenceServicer_to_server(InferenceServicer(core), endpoint.server)
         inference_pb2_grpc.add_ClusterServicer_to_server(
             ClusterServicer(
                 router_id=self.router_id,
                 table=table,
                 pool=pool,
-                store_available=lambda: directory.available and not journal.degraded,
+                admission=admission,
+                prefixes=prefixes,
+                store_available=store_available,
             ),
             endpoint.server,
         )
-        await endpoint.start(SERVICE_NAMES)
+        names = [*SERVICE_NAMES, *self._add_vllm_engine(core, endpoint)]
+        await endpoint.start(names)
         self._undo.push_async_callback(endpoint.stop, ABORT_S)
         if self._http is not None:
-            await self._http.start(make_app(core))
+            state = RouterState(
+                router_id=self.router_id,
+                pool=pool,
+                table=table,
+                admission=admission,
+                limiter=limiter,
+                index=index,
+                refusals=refusals,
+                store_available=store_available,
+            )
+            exposition = Exposition(metrics.values, StateReader(metrics, state))
+            await self._http.start(make_app(core, limiter, exposition, None if keepers is None else keepers["http"]))
             self._undo.push_async_callback(self._http.stop, ABORT_S)
         self._undo.callback(table.close)
         self._supervisor = asyncio.create_task(
-            self._supervise(directory, pool, table, journal, endpoint), name="router"
+            self._supervise(directory, pool, table, journal, lease, endpoint, feed, prefixes), name="router"
         )
         self._undo.push_async_callback(self._stop_supervisor)
         log.info(
@@ -151,14 +259,23 @@ class RouterService:
         await asyncio.shield(self._supervisor)
 
     async def drain(self) -> None:
-        """Refuse new requests, let the others finish, end what takes too long, write the last records."""
+        """Refuse new requests, let the others finish, leave to other routers or end what takes too long, write the last
+        records."""
         assert self._endpoint is not None and self._table is not None and self._journal is not None, "not started"
+        assert self._lease is not None, "not started"
         await self._endpoint.set_ready(False)
-        num_ended = await self._table.drain(self._config.router.drain_timeout_s)
+        await self._table.drain(self._config.router.drain_timeout_s)
+        try:
+            await self._lease.withdraw()
+        except StoreError as error:
+            log.warning("the lease of this router ends by itself: %s", error)
+        num_left = self._table.leave_to_others()
+        num_ended = self._table.close()
         num_unwritten = await self._journal.flush(FLUSH_S)
         log.info(
             "drained",
             extra={
+                "requests_left_to_others": num_left,
                 "requests_ended": num_ended,
                 "records_not_written": num_unwritten,
                 "stale_events": self.pool.num_stale_events,
@@ -177,12 +294,23 @@ class RouterService:
         pool: WorkerPool,
         table: RequestTable,
         journal: RequestJournal,
+        lease: RouterLease,
         endpoint: GrpcEndpoint,
+        feed: IndexFeed,
+        prefixes: PrefixLocations,
     ) -> None:
+        def follow_workers() -> None:
+            infos = {worker.key: worker.info for worker in pool.workers}
+            feed.follow({key: info.num_blocks for key, info in infos.items()})
+            prefixes.follow({key: info.kv_layout.block_size for key, info in infos.items()})
+
+        pool.watch(follow_workers)
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(journal.run())
+            tasks.create_task(lease.keep(journal.verify))
             tasks.create_task(self._follow_registry(directory, pool))
             tasks.create_task(self._show_readiness(pool, table, endpoint))
+            tasks.create_task(feed.run())
             tasks.create_task(pool.wait_for_failure())
             if self._http is not None:
                 tasks.create_task(self._http.run())
@@ -202,8 +330,21 @@ class RouterService:
             ready = pool.has_usable_pair and not table.closed
             if ready is not shown:
                 await endpoint.set_ready(ready)
-                log.info("ready" if ready else "not ready: no usable pair of workers")
+                log.info("ready" if ready else f"not ready: {pool.missing}")
                 shown = ready
+
+    def _add_vllm_engine(self, core: RouterCore, endpoint: GrpcEndpoint) -> tuple[str, ...]:
+        """The services added, by name. Raises ConfigError if the stubs are not installed."""
+        if not self._config.router.vllm_grpc:
+            return ()
+        try:
+            from router.vllm_engine import SERVICE_NAME, VllmEngine
+        except ModuleNotFoundError as error:
+            raise ConfigError(
+                f"router.vllm_grpc: needs {error.name}; pip install 'pdserve[vllm-grpc]'", field="router.vllm_grpc"
+            ) from error
+        endpoint.server.add_generic_rpc_handlers((VllmEngine(core, self._config.model.path).handler(),))
+        return (SERVICE_NAME,)
 
     async def _stop_supervisor(self) -> None:
         assert self._supervisor is not None, "not started"

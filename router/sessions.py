@@ -18,9 +18,10 @@ import grpc
 
 from pdserve.config.schema import HealthSection
 from pdserve.errors import InvalidRequestError, UnavailableError
-from pdserve.rpc.options import CHANNEL_OPTIONS
 from pdserve.rpc.v1 import worker_pb2 as pb
 from pdserve.rpc.v1 import worker_pb2_grpc as pb_grpc
+from pdserve.security.identity import PeerRole
+from pdserve.security.internal import PLAINTEXT, Channels
 from pdserve.types import Role
 from pdserve.worker_info import WorkerInfo
 from router.events import (
@@ -100,11 +101,27 @@ class Session(Protocol):
         """Connect, serve, and reconnect as long as `wanted` says so."""
 
 
-def open_session(info: WorkerInfo, *, router_id: str, health: HealthSection, listener: SessionListener) -> Session:
-    """A session for a registered worker of either role. It does nothing until `run`."""
+class SessionOpener(Protocol):
+    """`open_session`, or what takes its place where there are no worker processes."""
+
+    def __call__(
+        self, info: WorkerInfo, *, router_id: str, health: HealthSection, listener: SessionListener
+    ) -> Session:
+        """See `open_session`."""
+
+
+def open_session(
+    info: WorkerInfo,
+    *,
+    router_id: str,
+    health: HealthSection,
+    listener: SessionListener,
+    channels: Channels = PLAINTEXT,
+) -> Session:
+    """A session for a registered worker of either role, which `channels` connects. It does nothing until `run`."""
     if info.role is Role.PREFILL:
-        return _WorkerSession(_PREFILL, info, router_id, health, listener)
-    return _WorkerSession(_DECODE, info, router_id, health, listener)
+        return _WorkerSession(_PREFILL, info, router_id, health, listener, channels)
+    return _WorkerSession(_DECODE, info, router_id, health, listener, channels)
 
 
 class _SessionOver(Exception):  # noqa: N818 - not an error by itself
@@ -113,9 +130,16 @@ class _SessionOver(Exception):  # noqa: N818 - not an error by itself
 
 class _WorkerSession(Generic[_C, _E]):
     def __init__(
-        self, wire: _Wire[_C, _E], info: WorkerInfo, router_id: str, health: HealthSection, listener: SessionListener
+        self,
+        wire: _Wire[_C, _E],
+        info: WorkerInfo,
+        router_id: str,
+        health: HealthSection,
+        listener: SessionListener,
+        channels: Channels,
     ) -> None:
         self._wire = wire
+        self._channels = channels
         self._info = info
         self._router_id = router_id
         self._health = health
@@ -145,6 +169,7 @@ class _WorkerSession(Generic[_C, _E]):
         pause_s, longest_s = RECONNECT_S
         while wanted():
             was_connected, reason = await self._serve()
+            _raise_if_cancelled()
             if was_connected:
                 pause_s = RECONNECT_S[0]
                 self._listener.on_disconnected(reason)
@@ -167,7 +192,7 @@ class _WorkerSession(Generic[_C, _E]):
 
         reason = ""
         try:
-            async with grpc.aio.insecure_channel(self._info.address, options=CHANNEL_OPTIONS) as channel:
+            async with self._channels.open(self._info.address, PeerRole.of(self._info.role)) as channel:
                 call = self._wire.open(channel)
                 try:
                     async with asyncio.TaskGroup() as tasks:
@@ -237,6 +262,18 @@ class _WorkerSession(Generic[_C, _E]):
     async def _watch_overflow(self) -> NoReturn:
         await self._overflow.wait()
         raise _SessionOver(f"it leaves {MAX_QUEUED_COMMANDS} commands unread")
+
+
+def _raise_if_cancelled() -> None:
+    """When a session breaks at the moment at which its task is cancelled, the TaskGroup raises what broke it alone, and
+    the task would connect again for ever.
+
+    The count of cancels can be trusted because `_read` never returns: before Python 3.13, a task that fails while the
+    group only waits for its tasks leaves a cancel behind that nobody has asked for.
+    """
+    task = asyncio.current_task()
+    if task is not None and task.cancelling() > 0:
+        raise asyncio.CancelledError
 
 
 def _describe(group: BaseExceptionGroup[grpc.aio.AioRpcError]) -> str:

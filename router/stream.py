@@ -1,36 +1,43 @@
-"""What one client gets: deltas and then exactly one end, buffered between the workers and the client's connection.
+"""The log of one output: what has come of it, token by token, for any number of readers.
 
-Deltas that the client has not taken are merged, so a slow reader gets fewer and larger responses, and what is kept for
-it is one token list and one string.
+Text belongs to tokens: what becomes certain with a token is kept with that token. So a position in an output is a
+number of tokens, and from any position on everybody reads the same, whoever reads how fast. A token costs about twelve
+bytes here, log-probabilities aside.
 """
 
 from __future__ import annotations
 
-import asyncio
+import copy
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Final, Protocol
 
 from pdserve.errors import PdServeError
 from pdserve.types import TokenLogprobs
 from router.output import Ending
+from router.placement import Estimate
 from router.timeline import Phases
 
+LOGPROBS_NBYTES: Final = 120
+"""About what an entry of log-probabilities takes, and each of the tokens that it lists as well."""
 
-@dataclass(frozen=True, slots=True)
+
+@dataclass(slots=True)
 class Delta:
     """More output."""
 
-    token_ids: tuple[int, ...]
+    token_ids: Sequence[int]
     text: str
-    logprobs: tuple[TokenLogprobs, ...] = ()
+    logprobs: Sequence[TokenLogprobs] = ()
     """Of `token_ids`, if asked for."""
-    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+    prompt_logprobs: Sequence[TokenLogprobs] = ()
     """Of further tokens of the prompt."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Summary:
-    """The last word on a request that finished."""
+    """The last word on an output that is complete."""
 
     ending: Ending
     phases: Phases
@@ -45,93 +52,125 @@ class Summary:
     kv_bytes: int
     num_attempts: int
     num_local_prefill_tokens: int
+    estimate: Estimate | None
+    """What placement expected of the attempt that sent the first token."""
 
 
-@dataclass(frozen=True, slots=True)
-class Response:
-    """One response: a delta, and with the last one the summary."""
+class LogReader(Protocol):
+    """Whom a log tells. Everything returns at once."""
 
-    seq: int
-    delta: Delta
-    summary: Summary | None
+    def on_news(self, index: int) -> None:
+        """There is more in the log that the reader knows as `index`."""
+
+    def check_lag(self, index: int) -> None:
+        """Leave if too much of that log is unread."""
 
 
-class ClientStream:
-    """Filled by the request, emptied by one reader."""
+class OutputLog:
+    """Filled by a request. It ends once, with a summary or an error."""
 
     def __init__(self) -> None:
-        self._token_ids: list[int] = []
-        self._texts: list[str] = []
+        self._token_ids = array("i")
+        self._text = bytearray()
+        """UTF-8."""
+        self._text_ends = array("I")
+        """Of each token: where its text ends in `_text`."""
         self._logprobs: list[TokenLogprobs] = []
+        """Of each token, or nothing if nobody asked."""
         self._prompt_logprobs: list[TokenLogprobs] = []
         self._end: Summary | PdServeError | None = None
-        self._changed = asyncio.Event()
-        self._ended = asyncio.Event()
-        self._seq = 0
+        self._readers: list[tuple[LogReader, int]] = []
+
+    def __len__(self) -> int:
+        """Tokens so far."""
+        return len(self._token_ids)
 
     @property
-    def num_unread_tokens(self) -> int:
-        """Tokens that the client has not taken."""
-        return len(self._token_ids)
+    def num_prompt_logprobs(self) -> int:
+        """Prompt tokens with log-probabilities so far."""
+        return len(self._prompt_logprobs)
 
     @property
     def ended(self) -> bool:
         """Whether `finish` or `fail` was called."""
         return self._end is not None
 
+    @property
+    def summary(self) -> Summary | None:
+        """Set if the output is complete."""
+        return self._end if isinstance(self._end, Summary) else None
+
+    @property
+    def error(self) -> PdServeError | None:
+        """Set if there will be no more because of it."""
+        return self._end if isinstance(self._end, PdServeError) else None
+
+    @property
+    def nbytes(self) -> int:
+        """About what it takes in memory."""
+        lists = (*self._prompt_logprobs[:1], *self._logprobs[:1])
+        per_token = LOGPROBS_NBYTES * (1 + max((len(entry.top) for entry in lists), default=0))
+        plain = 8 * len(self._token_ids) + len(self._text)
+        return plain + per_token * (len(self._prompt_logprobs) + len(self._logprobs))
+
+    def delta(self, begin: int, end: int, prompt_begin: int | None = None) -> Delta:
+        """Tokens `begin` to `end`, which must be there, and what is known of the prompt from its entry `prompt_begin`
+        on; None: nothing of that."""
+        ends = self._text_ends
+        text = self._text[ends[begin - 1] if begin else 0 : ends[end - 1] if end else 0]
+        return Delta(
+            self._token_ids[begin:end].tolist(),
+            text.decode(),
+            self._logprobs[begin:end] if self._logprobs else (),
+            self._prompt_logprobs[prompt_begin:] if prompt_begin is not None else (),
+        )
+
     def push_prompt(self, logprobs: Sequence[TokenLogprobs]) -> None:
         """Log-probabilities of further tokens of the prompt."""
         assert self._end is None, "log-probabilities after the end"
         if logprobs:
             self._prompt_logprobs.extend(logprobs)
-            self._changed.set()
+            self._tell()
 
-    def push(self, token_ids: Sequence[int], text: str, logprobs: Sequence[TokenLogprobs] = ()) -> None:
-        """More output."""
+    def push(self, token_ids: Sequence[int], texts: Sequence[str], logprobs: Sequence[TokenLogprobs] = ()) -> None:
+        """More output: tokens, the text that is certain with each, and the log-probabilities of each if asked for."""
         assert self._end is None, "output after the end"
-        if token_ids or text:
-            self._token_ids.extend(token_ids)
-            self._texts.append(text)
-            self._logprobs.extend(logprobs)
-            self._changed.set()
+        assert len(token_ids) == len(texts), "text belongs to tokens"
+        if not token_ids:
+            return
+        self._token_ids.extend(token_ids)
+        for text in texts:
+            self._text += text.encode()
+            self._text_ends.append(len(self._text))
+        self._logprobs.extend(logprobs)
+        self._tell()
 
     def finish(self, summary: Summary) -> None:
         """The output is complete."""
-        self._close(summary)
+        assert self._end is None, "ended twice"
+        self._end = summary
+        self._tell()
 
     def fail(self, error: PdServeError) -> None:
-        """There will be no more, because of `error`. Output that was not taken yet still comes before it."""
-        self._close(error)
-
-    async def wait_ended(self) -> None:
-        """Return once `finish` or `fail` was called."""
-        await self._ended.wait()
-
-    async def next(self) -> Response:
-        """The next response, as soon as there is anything to say; the one with a summary is the last.
-
-        Raises the error that the request ended with.
-        """
-        await self._changed.wait()
-        self._changed.clear()
-        if isinstance(self._end, PdServeError) and not self._token_ids:
-            raise self._end
-        delta = Delta(tuple(self._token_ids), "".join(self._texts), tuple(self._logprobs), tuple(self._prompt_logprobs))
-        self._token_ids.clear()
-        self._texts.clear()
-        self._logprobs.clear()
-        self._prompt_logprobs.clear()
-        summary = None
-        if isinstance(self._end, PdServeError):
-            self._changed.set()
-        else:
-            summary = self._end
-        response = Response(self._seq, delta, summary)
-        self._seq += 1
-        return response
-
-    def _close(self, end: Summary | PdServeError) -> None:
+        """There will be no more, because of `error`. What there is can still be read."""
         assert self._end is None, "ended twice"
-        self._end = end
-        self._ended.set()
-        self._changed.set()
+        # Without the frames that the original was raised through, which would live as long as the log.
+        self._end = copy.copy(error)
+        self._tell()
+
+    def attach(self, reader: LogReader, index: int) -> None:
+        """Tell `reader` of news, as that of log number `index`."""
+        self._readers.append((reader, index))
+
+    def detach(self, reader: LogReader) -> None:
+        """Tell it no more."""
+        self._readers = [(other, index) for other, index in self._readers if other is not reader]
+
+    def check_readers(self) -> None:
+        """Let those go that do not keep up."""
+        for reader, index in tuple(self._readers):
+            reader.check_lag(index)
+
+    def _tell(self) -> None:
+        for reader, index in self._readers:
+            reader.on_news(index)

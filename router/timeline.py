@@ -49,8 +49,9 @@ class Timeline:
         """The prompt is tokenized and checked."""
         self._tokenized_at = now
 
-    def tokens(self, num_new: int, now: float) -> None:
-        """`num_new` tokens have become part of the output."""
+    def tokens(self, num_new: int, now: float) -> float:
+        """`num_new` tokens have become part of the output: so long after the ones before, or after the request."""
+        before = self._received_at if self._last_at is None else self._last_at
         for _ in range(min(num_new, 2)):
             if self._first_at is None:
                 self._first_at = now
@@ -59,6 +60,7 @@ class Timeline:
         if num_new:
             self._num_tokens += num_new
             self._last_at = now
+        return now - before
 
     def prefilled(self, prefill_s: float, fetch_s: float = 0.0) -> None:
         """What the prefill worker measured for the first token of the output (not for that of a later attempt), and for

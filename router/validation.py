@@ -9,20 +9,26 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
+from google.protobuf import json_format
+
 from pdserve.config.schema import RouterSection
 from pdserve.errors import InvalidRequestError, NotFoundError, PromptTooLongError
+from pdserve.rpc.codec import grammar_from_proto
 from pdserve.rpc.v1 import common_pb2
 from pdserve.rpc.v1 import inference_pb2 as pb
 from pdserve.types import (
     MAX_LOGIT_BIAS,
-    MAX_LOGPROBS,
     MAX_PENALTY,
     MAX_REPETITION_PENALTY,
+    Grammar,
     SamplingParams,
 )
+from router.tools.checks import message_fields, num_bytes, tool_use
+from router.tools.types import ToolUse
 
-REQUEST_ID: Final = re.compile(r"[A-Za-z0-9._:-]{1,128}")
-ROLES: Final = ("system", "user", "assistant")
+MAX_REQUEST_ID: Final = 128
+REQUEST_ID: Final = re.compile(rf"[A-Za-z0-9._:-]{{1,{MAX_REQUEST_ID}}}")
+ROLES: Final = ("system", "user", "assistant", "tool")
 MAX_TEMPERATURE: Final = 100.0
 MAX_STOP_TOKEN_IDS: Final = 256
 MAX_BIASED_IDS: Final = 1024
@@ -30,6 +36,16 @@ MAX_PROMPT_LOGPROBS: Final = 2**18
 """Log-probabilities of the prompt in one request: they are held in memory until the client has read them."""
 MAX_STOP_CHARACTERS: Final = 4096
 """Of all stop strings together: as much text may be held back from the client."""
+MAX_OUTPUTS: Final = 128
+"""Outputs of one request, over all its prompts."""
+MAX_CACHE_SALT: Final = 128
+"""Characters."""
+MAX_PRIORITY: Final = 100
+"""Either way."""
+TEMPLATE_RESERVED: Final = frozenset(
+    {"self", "messages", "add_generation_prompt", "continue_final_message", "tools", "documents", "tokenize"}
+)
+"""Variables of a chat template that come from the request itself."""
 MAX_LISTED: Final = 20
 """Problems spelt out in one error."""
 
@@ -54,6 +70,8 @@ class TextInput:
     """Plain text."""
 
     text: str
+    add_special_tokens: bool = True
+    """Whether the tokenizer adds BOS and the like."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,9 +85,13 @@ class TokenInput:
 class ChatInput:
     """Messages for the chat template."""
 
-    messages: tuple[dict[str, str], ...]
+    messages: tuple[dict[str, Any], ...]
     add_generation_prompt: bool = True
     """Whether the assistant's turn is begun."""
+    continue_final_message: bool = False
+    """Whether the output goes on with the last message instead."""
+    tools: ToolUse | None = None
+    """Functions that the model may call."""
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     """Further variables of the template."""
 
@@ -97,6 +119,16 @@ class CheckedRequest:
     """Whether special tokens add nothing to the text."""
     include_stop_string: bool = False
     """Whether a stop string that ends the output is part of the text."""
+    max_prompt_tokens: int | None = None
+    """The prompt is cut to so many tokens at its end; None: it is taken whole or refused."""
+    cache_salt: str = ""
+    """Prefix cache is shared only between requests of equal salt."""
+    priority: int = 0
+    """Smaller is served first."""
+    num_outputs: int = 1
+    """Of the prompt; output i is drawn with seed + i."""
+    grammar: Grammar | None = None
+    """What the output must look like; None: anything. Whether it compiles has not been checked."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,6 +148,9 @@ class GenerationSpec:
     """The same for the tokens of the prompt."""
     skip_special_tokens: bool = True
     include_stop_string: bool = False
+    cache_salt: str = ""
+    priority: int = 0
+    grammar: Grammar | None = None
 
 
 class _Problems:
@@ -138,6 +173,17 @@ class _Problems:
             if len(self._found) > MAX_LISTED:
                 lines.append(f"and {len(self._found) - MAX_LISTED} more")
             raise InvalidRequestError("; ".join(lines), field=self._found[0][0])
+
+
+def check_name(request_id: str, num_outputs: int) -> str:
+    """As `check_request_id`, for a request with so many outputs, whose names are longer. Raises InvalidRequestError."""
+    longest = MAX_REQUEST_ID - (len(f"-{num_outputs - 1}") if num_outputs > 1 else 0)
+    if longest < len(request_id) <= MAX_REQUEST_ID:
+        raise InvalidRequestError(
+            f"request_id: at most {longest} characters with {num_outputs} outputs, got {len(request_id)}",
+            field="request_id",
+        )
+    return check_request_id(request_id)
 
 
 def check_request_id(request_id: str) -> str:
@@ -176,8 +222,14 @@ def check_request(request: pb.GenerateRequest, limits: Limits, config: RouterSec
         problems.add("stop.stop_token_ids", f"at most {MAX_STOP_TOKEN_IDS} ids, got {len(stop.stop_token_ids)}")
     _check_ids("stop.stop_token_ids", stop.stop_token_ids, limits, problems)
     _check_stop_strings(stop.stop, config, problems)
-    problems.range("logprobs", request.logprobs, 0, MAX_LOGPROBS)
-    problems.range("prompt_logprobs", request.prompt_logprobs, 0, MAX_LOGPROBS)
+    problems.range("logprobs", request.logprobs, 0, config.max_logprobs)
+    problems.range("prompt_logprobs", request.prompt_logprobs, 0, config.max_logprobs)
+    num_outputs = request.n if request.HasField("n") else 1
+    problems.range("n", num_outputs, 1, config.max_outputs)
+    if len(request.cache_salt) > MAX_CACHE_SALT:
+        problems.add("cache_salt", f"at most {MAX_CACHE_SALT} characters, got {len(request.cache_salt)}")
+    problems.range("priority", request.priority, -MAX_PRIORITY, MAX_PRIORITY)
+    grammar = _check_grammar(request, problems)
     problems.raise_any()
     assert prompt is not None, "a request without input has a problem"
     return CheckedRequest(
@@ -190,6 +242,12 @@ def check_request(request: pb.GenerateRequest, limits: Limits, config: RouterSec
         stop_strings=tuple(dict.fromkeys(stop.stop)),
         num_logprobs=request.logprobs if request.HasField("logprobs") else None,
         num_prompt_logprobs=request.prompt_logprobs if request.HasField("prompt_logprobs") else None,
+        skip_special_tokens=request.skip_special_tokens if request.HasField("skip_special_tokens") else True,
+        include_stop_string=request.include_stop_string,
+        cache_salt=request.cache_salt,
+        priority=request.priority,
+        num_outputs=num_outputs,
+        grammar=grammar,
     )
 
 
@@ -225,17 +283,24 @@ def resolve(
     eos_token_ids: Sequence[int],
     limits: Limits,
     config: RouterSection,
+    grammar: Grammar | None = None,
 ) -> GenerationSpec:
     """Add the tokenized prompt and check lengths.
 
     A prompt must leave room for one token. A `max_tokens` that the client gave is taken at its word or refused; one
     that it did not give is the configured default, cut to what is left. Raises PromptTooLongError if the request can
-    never be served, InvalidRequestError for an empty prompt.
+    never be served, InvalidRequestError for an empty prompt, or where nothing would end the output of `grammar`.
     """
     field = {TextInput: "text", TokenInput: "token_ids.ids", ChatInput: "chat"}[type(request.prompt)]
     num_prompt = len(prompt_ids)
     if num_prompt == 0:
         raise InvalidRequestError(f"{field}: the prompt is empty", field=field)
+    if config.max_prompt_tokens is not None and num_prompt > config.max_prompt_tokens:
+        raise PromptTooLongError(
+            f"{field}: {num_prompt} prompt tokens exceed the {config.max_prompt_tokens} that are allowed "
+            "(router.max_prompt_tokens)",
+            field=field,
+        )
     bounds = [(limits.max_model_len, "the model's context")]
     if limits.decode_tokens is not None:
         bounds.append((limits.decode_tokens, "the KV pool of the largest decode worker"))
@@ -273,18 +338,46 @@ def resolve(
             field="stop.min_tokens",
         )
     own = () if request.ignore_eos else tuple(eos_token_ids)
+    stop_token_ids = tuple(dict.fromkeys((*own, *request.stop_token_ids)))
+    if grammar is not None:
+        _check_can_end(request, stop_token_ids)
     return GenerationSpec(
         prompt_ids=tuple(prompt_ids),
         sampling=request.sampling,
         max_tokens=max_tokens,
         min_tokens=request.min_tokens,
-        stop_token_ids=tuple(dict.fromkeys((*own, *request.stop_token_ids))),
+        stop_token_ids=stop_token_ids,
         stop_strings=request.stop_strings,
         num_logprobs=request.num_logprobs,
         num_prompt_logprobs=request.num_prompt_logprobs,
         skip_special_tokens=request.skip_special_tokens,
         include_stop_string=request.include_stop_string,
+        cache_salt=request.cache_salt,
+        priority=request.priority,
+        grammar=grammar,
     )
+
+
+def _check_can_end(request: CheckedRequest, stop_token_ids: Sequence[int]) -> None:
+    """Raises InvalidRequestError if an output could not end where the text that its grammar asks for does."""
+    if request.ignore_eos:
+        raise InvalidRequestError(
+            "stop.ignore_eos: excludes a grammar, whose output ends where the text is complete", field="stop.ignore_eos"
+        )
+    if not stop_token_ids:
+        raise InvalidRequestError(
+            "grammar: this model has no token that ends an output; set stop.stop_token_ids", field="grammar"
+        )
+
+
+def _check_grammar(request: pb.GenerateRequest, problems: _Problems) -> Grammar | None:
+    if not request.HasField("grammar"):
+        return None
+    try:
+        return grammar_from_proto(request.grammar, "grammar")
+    except InvalidRequestError as error:
+        problems.add("grammar", error.message.removeprefix("grammar: "))
+        return None
 
 
 def _check_input(
@@ -319,9 +412,35 @@ def _check_chat(field: str, chat: pb.ChatPrompt, config: RouterSection, problems
         if message.role not in ROLES:
             shown = message.role[:64]
             problems.add(f"{field}.messages[{i}].role", f"must be one of {', '.join(ROLES)}, got {shown!r}")
-    size = sum(len(message.content.encode()) for message in chat.messages)
+    size = sum(len(message.content.encode()) for message in chat.messages) + num_bytes(chat)
     _check_bytes(f"{field}.messages", size, config, problems)
-    return ChatInput(tuple({"role": m.role, "content": m.content} for m in chat.messages))
+    messages = tuple(
+        message_fields(f"{field}.messages[{i}]", message, problems.add) for i, message in enumerate(chat.messages)
+    )
+    begins_turn = chat.add_generation_prompt if chat.HasField("add_generation_prompt") else None
+    if chat.continue_final_message:
+        if begins_turn:
+            problems.add(f"{field}.continue_final_message", "excludes add_generation_prompt")
+        elif messages and not messages[-1]["content"]:
+            problems.add(f"{field}.messages[{len(messages) - 1}].content", "is empty, so there is nothing to continue")
+    return ChatInput(
+        messages,
+        add_generation_prompt=begins_turn is not False and not chat.continue_final_message,
+        continue_final_message=chat.continue_final_message,
+        tools=tool_use(field, chat, problems.add),
+        template_kwargs=_template_kwargs(f"{field}.template_kwargs", chat, problems),
+    )
+
+
+def _template_kwargs(field: str, chat: pb.ChatPrompt, problems: _Problems) -> Mapping[str, Any]:
+    try:
+        kwargs: dict[str, Any] = json_format.MessageToDict(chat.template_kwargs)
+    except (json_format.Error, ValueError):
+        problems.add(field, "must be values that JSON has, which are no NaN and no infinity")
+        return {}
+    for name in sorted(TEMPLATE_RESERVED & kwargs.keys()):
+        problems.add(f"{field}.{name}", "cannot be set")
+    return kwargs
 
 
 def _check_not_blank(field: str, chat: pb.ChatPrompt, problems: _Problems) -> None:
@@ -330,7 +449,7 @@ def _check_not_blank(field: str, chat: pb.ChatPrompt, problems: _Problems) -> No
     What counts is what users say, or, in a chat without any, what anybody says. An empty turn beside others is legal.
     """
     turns = [(i, m) for i, m in enumerate(chat.messages) if m.role == "user"] or list(enumerate(chat.messages))
-    if turns and not any(message.content.strip() for _, message in turns):
+    if turns and not any(message.content.strip() or message.tool_calls for _, message in turns):
         problems.add(f"{field}.messages[{turns[-1][0]}].content", "is empty")
 
 

@@ -3,23 +3,38 @@
 Load is charged when a request is dispatched, not when the worker reports it: several requests that arrive between two
 reports would otherwise all go to the same worker. What other routers have sent there is what the worker reported beyond
 our own charges at that moment.
+
+What the worker reports of requests is also what its costs are learned from.
 """
 
 from __future__ import annotations
 
 import enum
 import logging
+import time
 from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final, Protocol
 
 from pdserve.errors import PdServeError, UnavailableError
 from pdserve.types import Role, WorkerStats
 from pdserve.worker_info import WorkerInfo
-from router.events import CancelJob, Command, Hello, JobFailed, StepTokens, WorkerEvent, WorkerMessage
+from router.cost import Backlog
+from router.events import (
+    CancelJob,
+    Command,
+    FirstToken,
+    HandedOff,
+    Hello,
+    JobFailed,
+    StepTokens,
+    WorkerEvent,
+    WorkerMessage,
+)
 from router.placement import WorkerKey, WorkerView
 from router.sessions import Session
+from router.worker_costs import WorkerCosts
 
 log = logging.getLogger(__name__)
 
@@ -37,13 +52,33 @@ class WorkerState(enum.StrEnum):
     """Connected, but serves another model than this router; gets no work."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptCharge:
+    """A prompt that a worker is to compute, until its first token."""
+
+    num_tokens: int
+    """Of the whole prompt."""
+    num_left: int
+    """This request's part of those to compute."""
+    seconds: float
+    """This request's part of the time that takes."""
+    fetch_expected: bool = False
+    leads: bool = True
+    """Of several outputs of one prompt, what the worker measures is taken from one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Charge:
     """Load of one request on one worker."""
 
-    tokens: int
-    """Prefill: prompt tokens to compute. Decode: the longest that the sequence can become."""
-    sequences: int
+    held_tokens: int = 0
+    """Decode: the longest that the sequence can become."""
+    num_sequences: int = 0
+    prompt: PromptCharge | None = None
+    """If the worker is to compute it."""
+
+
+_NO_CHARGE: Final = Charge()
 
 
 class Consumer(Protocol):
@@ -62,24 +97,49 @@ class Consumer(Protocol):
 class Worker:
     """Owned by the pool; all calls from the event loop."""
 
-    def __init__(self, info: WorkerInfo, on_change: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        info: WorkerInfo,
+        on_change: Callable[[], None],
+        *,
+        kind: int,
+        costs: WorkerCosts,
+        on_load: Callable[[WorkerView], None],
+    ) -> None:
+        """`on_change` is told when it becomes usable or not, `on_load` what placement sees of it when that changes."""
         self.info = info
+        self.costs = costs
         self.key = WorkerKey(info.worker_id, info.incarnation)
         self.stats = WorkerStats()
         self.state = WorkerState.CONNECTING
         self.registered = True
         """Whether the registry lists it. A connected worker keeps serving if not; a lost one is then given up."""
-        self.last_used = 0
-        """Number of the pool's latest dispatch to it."""
+        self._spent_s = 0.0
+        """What was expected of our requests, and what has come of those of others."""
+        self._prefill_total: int | None = None
+        """Tokens that it has computed by its latest report; None before the first one."""
+        self._computed_tokens = 0
+        """Of our prompts, since then."""
         self.num_stale_events = 0
         """Events of requests that have ended or gone elsewhere."""
+        self.kind = kind
+        """That of its view."""
         self._on_change = on_change
+        self._on_load = on_load
         self._session: Session | None = None
         self._consumers: dict[str, Consumer] = {}
         self._charges: dict[str, Charge] = {}
-        self._foreign = Charge(0, 0)
+        self._unqueued: dict[str, float] = {}
+        """When prompts were charged that had nobody in front."""
+        self._held_tokens = 0
+        self._num_sequences = 0
+        self._backlog = Backlog()
+        self._foreign = _NO_CHARGE
+        """What others have sent there."""
         self._orphans: OrderedDict[tuple[str, int], None] = OrderedDict()
         self._problem: str | None = None
+        self._left_in_order = False
+        """Whether it was draining when it was lost."""
 
     def use(self, session: Session, problem: str | None) -> None:
         """Give the worker its session. `problem` is why it must not get work, if so."""
@@ -98,22 +158,52 @@ class Worker:
         return self.state in (WorkerState.READY, WorkerState.DRAINING, WorkerState.INCOMPATIBLE)
 
     @property
+    def leaving(self) -> bool:
+        """Whether it ends, or has ended, on purpose: a request that loses it is not to blame for that."""
+        return self.state is WorkerState.DRAINING or self._left_in_order
+
+    @property
     def num_requests(self) -> int:
         """Requests of this router that it works on."""
         return len(self._consumers)
 
     def view(self) -> WorkerView:
         """What placement sees of it."""
+        foreign, costs = self._foreign, self.costs
+        foreign_prompt = foreign.prompt
+        prefill, step, handover, fetch = costs.known_prefill, costs.known_step, costs.known_handover, costs.known_fetch
         return WorkerView(
             key=self.key,
             role=self.info.role,
             usable=self.state is WorkerState.READY,
+            kind=self.kind,
             max_kv_tokens=self.info.max_kv_tokens,
             pool_tokens=self.info.num_blocks * self.info.kv_layout.block_size,
-            num_tokens=sum(c.tokens for c in self._charges.values()) + self._foreign.tokens,
-            num_sequences=sum(c.sequences for c in self._charges.values()) + self._foreign.sequences,
-            last_used=self.last_used,
+            held_tokens=self._held_tokens + foreign.held_tokens,
+            num_sequences=self._num_sequences + foreign.num_sequences,
+            prefill_tokens=self._backlog.num_tokens + (foreign_prompt.num_left if foreign_prompt else 0),
+            waits=self._backlog.waits(foreign_prompt.seconds if foreign_prompt else 0.0),
+            prefill=None if prefill is None else prefill.coefficients,
+            step=None if step is None else step.coefficients,
+            handover=None if handover is None else handover.coefficients,
+            handover_nbytes=costs.handover_nbytes,
+            fetch=None if fetch is None else fetch.coefficients,
+            fetch_nbytes=costs.fetch_nbytes,
+            fetch_odds=costs.fetch_odds,
+            chunk_tokens=self.info.prefill_chunk_tokens,
+            spent_s=self.spent_s,
         )
+
+    @property
+    def spent_s(self) -> float:
+        """See WorkerView."""
+        foreign = self._foreign.prompt
+        return self._spent_s + (foreign.num_left * self.costs.usual_token_s if foreign else 0.0)
+
+    def spend(self, seconds: float) -> None:
+        """It has got work of ours that is expected to take so long."""
+        # Placement sees it with the charge that follows.
+        self._spent_s += seconds
 
     def attach(self, request_id: str, consumer: Consumer) -> None:
         """Send the request's events to `consumer` from now on."""
@@ -125,12 +215,32 @@ class Worker:
         self.discharge(request_id)
 
     def charge(self, request_id: str, charge: Charge) -> None:
-        """Count the request as load until `discharge` or `detach`."""
+        """Count the request as load until `discharge` or `detach`; it replaces what was charged for it before."""
+        self._take_back(request_id)
         self._charges[request_id] = charge
+        if charge.prompt is not None and self._backlog.num_tokens == 0 and self._foreign.prompt is None:
+            self._unqueued[request_id] = time.monotonic()
+        self._held_tokens += charge.held_tokens
+        self._num_sequences += charge.num_sequences
+        if charge.prompt is not None:
+            self._backlog.add(charge.prompt.num_left, charge.prompt.seconds)
+        self._on_load(self.view())
 
     def discharge(self, request_id: str) -> None:
         """Stop counting the request."""
-        self._charges.pop(request_id, None)
+        if self._take_back(request_id):
+            self._on_load(self.view())
+
+    def _take_back(self, request_id: str) -> bool:
+        charge = self._charges.pop(request_id, None)
+        if charge is None:
+            return False
+        self._unqueued.pop(request_id, None)
+        self._held_tokens -= charge.held_tokens
+        self._num_sequences -= charge.num_sequences
+        if charge.prompt is not None:
+            self._backlog.remove(charge.prompt.num_left, charge.prompt.seconds)
+        return True
 
     def send(self, command: Command) -> None:
         """Raises UnavailableError if the worker cannot be reached."""
@@ -147,10 +257,12 @@ class Worker:
 
     def on_connected(self, hello: Hello) -> None:
         """See SessionListener."""
+        self._left_in_order = False
         self._set_stats(hello.stats)
         if self._problem is not None:
             self.state = WorkerState.INCOMPATIBLE
         log.info("worker connected", extra=self._facts())
+        self._on_load(self.view())
         self._on_change()
 
     def on_message(self, message: WorkerMessage) -> None:
@@ -160,6 +272,7 @@ class Worker:
         if message.stats is not None:
             before = self.state
             self._set_stats(message.stats)
+            self._on_load(self.view())
             if self.state is not before:
                 log.info("worker is %s", self.state.value, extra=self._facts())
                 self._on_change()
@@ -174,16 +287,27 @@ class Worker:
         """See SessionListener."""
         log.debug("worker not reachable: %s", reason, extra=self._facts())
 
+    def begins_to_drain(self) -> None:
+        """A request has heard of it before the worker's own report is here: it gets nothing new from now on."""
+        if self.state is WorkerState.READY:
+            self.state = WorkerState.DRAINING
+            log.info("worker is %s", self.state.value, extra=self._facts())
+            self._on_load(self.view())
+            self._on_change()
+
     def give_up(self, reason: str) -> None:
         """End every request on it; the router stops using it."""
         if self.connected:
             self._lose(reason)
 
     def _lose(self, reason: str) -> None:
+        self._left_in_order = self.state is WorkerState.DRAINING
         self.state = WorkerState.LOST
-        self._foreign = Charge(0, 0)
+        self._foreign = _NO_CHARGE
         consumers, self._consumers = self._consumers, {}
-        self._charges.clear()
+        for request_id in list(self._charges):
+            self._take_back(request_id)
+        self._on_load(self.view())
         for consumer in consumers.values():
             try:
                 consumer.on_worker_lost(self, reason)
@@ -196,10 +320,37 @@ class Worker:
         if consumer is None:
             self._stop_orphan(event)
             return
+        self._learn(event)
         try:
             consumer.on_event(self, event)
         except Exception as error:
             self._contain(consumer, error)
+
+    def _learn(self, event: WorkerEvent) -> None:
+        """Take what is measured in `event`, and what it ends of the load. Before anybody else hears of it."""
+        match event:
+            case FirstToken():
+                charge = self._charges.get(event.request_id)
+                if charge is None or charge.prompt is None:
+                    return
+                if charge.prompt.leads:
+                    self.costs.prompt_computed(
+                        event,
+                        num_tokens=charge.prompt.num_tokens,
+                        fetch_expected=charge.prompt.fetch_expected,
+                        view=self.view(),
+                    )
+                charged_at = self._unqueued.get(event.request_id)
+                if charged_at is not None:
+                    self.costs.first_token_came(event, time.monotonic() - charged_at)
+                self._computed_tokens += charge.prompt.num_left
+                self.charge(event.request_id, replace(charge, prompt=None))
+            case HandedOff():
+                if self.costs.handed_over(event):
+                    self._on_load(self.view())
+            case StepTokens():
+                if self.costs.step_done(event, num_tokens=self._held_tokens, num_sequences=self._num_sequences):
+                    self._on_load(self.view())
 
     def _contain(self, consumer: Consumer, error: Exception) -> None:
         """A bug met while serving one request must not end the session, which others share."""
@@ -221,15 +372,22 @@ class Worker:
 
     def _set_stats(self, stats: WorkerStats) -> None:
         self.stats = stats
+        if self._prefill_total is not None:
+            # What others had computed. Part of a prompt of ours is taken for theirs until its first token comes.
+            num_tokens = stats.prefill_tokens_total - self._prefill_total - self._computed_tokens
+            self._spent_s += num_tokens * self.costs.usual_token_s
+        self._prefill_total, self._computed_tokens = stats.prefill_tokens_total, 0
         if self.state is not WorkerState.INCOMPATIBLE:
             self.state = WorkerState.DRAINING if stats.draining else WorkerState.READY
-        ours = self._charges.values()
-        sequences = stats.num_running + stats.num_transferring
-        if self.info.role is Role.PREFILL:
-            sequences = stats.num_waiting + stats.num_running
+        is_prefill = self.info.role is Role.PREFILL
+        to_compute = stats.queued_tokens if is_prefill else stats.local_prefill_tokens
+        num_left = max(0, to_compute - self._backlog.num_tokens)
+        prompt = PromptCharge(num_tokens=num_left, num_left=num_left, seconds=num_left * self.costs.token_s)
+        num_sequences = stats.num_running + (stats.num_waiting if is_prefill else stats.num_transferring)
         self._foreign = Charge(
-            max(0, stats.queued_tokens - sum(c.tokens for c in ours)),
-            max(0, sequences - sum(c.sequences for c in ours)),
+            held_tokens=0 if is_prefill else max(0, stats.queued_tokens - self._held_tokens),
+            num_sequences=max(0, num_sequences - self._num_sequences),
+            prompt=prompt if num_left else None,
         )
 
     def _facts(self) -> dict[str, str]:

@@ -4,24 +4,29 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Final
 
 from pdserve.config.schema import HealthSection
 from pdserve.store.membership import MembershipChange
 from pdserve.types import PrefixHolder, Role
 from pdserve.worker_info import WorkerInfo
-from router.placement import Choice, LeastLoadedPlacement, PlacementRequest, WorkerKey
-from router.sessions import open_session
+from router.placement import (
+    Choice,
+    Estimate,
+    Fleet,
+    LeastTimePlacement,
+    LocalLimits,
+    PlacementRequest,
+    WorkerKey,
+    WorkerView,
+)
+from router.sessions import SessionOpener, open_session
 from router.worker import Worker, WorkerState
+from router.worker_costs import SharedCosts, WorkerCosts
+from router.worker_kinds import WorkerKinds
 
 log = logging.getLogger(__name__)
-
-_MAX_NAMED: Final = 8
-"""Decode workers named to a prefill worker with each job."""
-_MAX_HOLDERS: Final = 3
-"""Workers named to it as holders of the prompt's beginning."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +47,8 @@ class ModelIdentity:
 
 @dataclass(frozen=True, slots=True)
 class KvLimits:
-    """The longest sequences that any worker could hold if it were empty; None while no worker is known."""
+    """The longest sequences that any worker could hold if it were empty, to compute the prompt and to decode; None
+    while no worker is known."""
 
     prefill_tokens: int | None
     decode_tokens: int | None
@@ -52,28 +58,53 @@ class KvLimits:
 class Placement:
     """Workers for one attempt."""
 
-    prefill: Worker
+    prefill: Worker | None
+    """None: the decode worker computes the prompt."""
     decode: tuple[Worker, ...]
-    """Candidates, best first."""
+    """Candidates, best first; only one if it computes the prompt."""
+    estimate: Estimate
     holders: tuple[PrefixHolder, ...] = ()
     """Other workers that probably have the KV of a beginning of the prompt, the longest first."""
+
+
+def _as_holder(info: WorkerInfo, num_tokens: int) -> PrefixHolder:
+    return PrefixHolder(
+        worker_id=info.worker_id, incarnation=info.incarnation, address=info.address, num_tokens=num_tokens
+    )
+
+
+def _ignore(view: WorkerView) -> None:
+    """Nobody places anything on that worker."""
 
 
 class WorkerPool:
     """Owns the workers and their sessions. All calls from the event loop."""
 
-    def __init__(self, *, router_id: str, model: ModelIdentity, health: HealthSection) -> None:
+    def __init__(
+        self,
+        *,
+        router_id: str,
+        model: ModelIdentity,
+        health: HealthSection,
+        local: LocalLimits | None = None,
+        open_session: SessionOpener = open_session,
+    ) -> None:
+        """`local` are limits of local prefill; the defaults if None. `open_session` makes connections to workers."""
+        self._open_session = open_session
         self._router_id = router_id
         self._model = model
         self._health = health
-        self._placement = LeastLoadedPlacement()
+        self._costs = SharedCosts()
+        self._num_shared = -1
+        """How much of that the fleet has been told."""
+        self._kinds = WorkerKinds()
+        self._fleet = Fleet(may_hand_over=self._kinds.may_hand_over, may_fetch=self._kinds.may_fetch)
+        self._placement = LeastTimePlacement(local)
         self._workers: dict[WorkerKey, Worker] = {}
         self._tasks: dict[WorkerKey, asyncio.Task[None]] = {}
         self._failures: asyncio.Queue[BaseException] = asyncio.Queue()
-        self._compatible: dict[tuple[WorkerKey, WorkerKey], bool] = {}
         self._watchers: dict[Callable[[], None], None] = {}
         self._notify_scheduled = False
-        self._num_dispatched = 0
         self._closing = False
         self._num_stale_events_before = 0
         """Those of workers that have left."""
@@ -85,13 +116,43 @@ class WorkerPool:
 
     @property
     def has_usable_pair(self) -> bool:
-        """Whether some prefill worker can hand over to some decode worker now."""
-        return self._choose(PlacementRequest(num_known_tokens=1, max_total_tokens=1)) is not None
+        """Whether some prefill worker can hand over to some decode worker now, or one of those needs no other."""
+        return self.choose(PlacementRequest(num_known_tokens=1, max_total_tokens=1)) is not None
+
+    @property
+    def missing(self) -> str:
+        """Why an attempt finds no workers, as far as it is the same for all, for messages."""
+        usable = [w.info for w in self._workers.values() if w.state is WorkerState.READY]
+        decode = [info for info in usable if info.role is Role.DECODE]
+        if not usable:
+            return "no worker is ready"
+        if not decode:
+            return "no decode worker is ready, and prefill workers alone cannot answer"
+        if len(decode) == len(usable) and not any(info.prefill_chunk_tokens for info in decode):
+            return (
+                "no prefill worker is ready, and the decode workers take hand-offs only "
+                "(decode.local_prefill_tokens_per_step: 0)"
+            )
+        return "the workers that are ready cannot take it"
 
     @property
     def num_stale_events(self) -> int:
         """Events dropped because their request had ended or gone elsewhere. Never decreases."""
         return self._num_stale_events_before + sum(worker.num_stale_events for worker in self._workers.values())
+
+    @property
+    def fleet(self) -> Fleet:
+        """As placement sees them. Read only."""
+        return self._fleet
+
+    def tokens_in_use(self, key: WorkerKey) -> int:
+        """What the KV pool of a worker holds for requests, by its own latest count."""
+        worker = self._workers[key]
+        return worker.stats.blocks_in_use * worker.info.kv_layout.block_size
+
+    def is_timed(self, key: WorkerKey) -> bool:
+        """Whether it has computed prompts, so that its speed is known."""
+        return self._workers[key].costs.prefill.num_observations > 0
 
     def limits(self) -> KvLimits:
         """Over all workers that serve our model, connected or not."""
@@ -100,34 +161,30 @@ class WorkerPool:
             if self._model.problem(worker.info) is None:
                 role = worker.info.role
                 longest[role] = max(longest[role] or 0, worker.info.max_kv_tokens)
+                if worker.info.prefill_chunk_tokens:
+                    longest[Role.PREFILL] = max(longest[Role.PREFILL] or 0, worker.info.max_kv_tokens)
         return KvLimits(prefill_tokens=longest[Role.PREFILL], decode_tokens=longest[Role.DECODE])
+
+    def choose(self, request: PlacementRequest) -> Choice | None:
+        """Where an attempt would go now, and what is expected of it there. Changes nothing; None if it must wait."""
+        return self._placement.choose(request, self._fleet)
 
     def place(self, request: PlacementRequest) -> Placement | None:
         """Workers for an attempt, or None if there is no usable pair now."""
-        choice = self._choose(request)
+        choice = self.choose(request)
         if choice is None:
             return None
-        self._num_dispatched += 1
-        placement = Placement(
-            self._workers[choice.prefill], tuple(self._workers[key] for key in choice.decode[:_MAX_NAMED])
-        )
-        placement.prefill.last_used = placement.decode[0].last_used = self._num_dispatched
-        return placement
+        estimate = choice.estimate
+        prefill = None if choice.prefill is None else self._workers[choice.prefill]
+        decode = tuple(self._workers[key] for key in choice.decode)
+        (decode[0] if prefill is None else prefill).spend(estimate.prefill_s)
+        decode[0].spend(estimate.decode_s)
+        holders = tuple(_as_holder(self._workers[key].info, num_tokens) for key, num_tokens in choice.holders)
+        return Placement(prefill, decode, estimate, holders)
 
-    def prefix_holders(self, prefill: Worker, found: Mapping[WorkerKey, int]) -> tuple[PrefixHolder, ...]:
-        """Those of the workers in `found` that `prefill` may ask for that many tokens, in their order."""
-        known = [(self._workers[key], num_tokens) for key, num_tokens in found.items() if key in self._workers]
-        usable = [
-            (worker.info, num_tokens)
-            for worker, num_tokens in known
-            if worker is not prefill and worker.state is WorkerState.READY and self._may_share(worker.key, prefill.key)
-        ]
-        return tuple(
-            PrefixHolder(
-                worker_id=info.worker_id, incarnation=info.incarnation, address=info.address, num_tokens=num_tokens
-            )
-            for info, num_tokens in usable[:_MAX_HOLDERS]
-        )
+    def local_prefill_up_to(self) -> int | None:
+        """Tokens of the longest new prompt that a decode worker would compute now; see LeastTimePlacement."""
+        return self._placement.local_up_to(self._fleet)
 
     def watch(self, callback: Callable[[], None]) -> None:
         """Call `callback` soon after any worker came, went, or became usable or not, until `unwatch`."""
@@ -159,46 +216,31 @@ class WorkerPool:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    def _choose(self, request: PlacementRequest) -> Choice | None:
-        views = [worker.view() for worker in self._workers.values()]
-        return self._placement.choose(
-            request,
-            [view for view in views if view.role is Role.PREFILL],
-            [view for view in views if view.role is Role.DECODE],
-            self._may_pair,
-        )
-
-    def _may_pair(self, prefill: WorkerKey, decode: WorkerKey) -> bool:
-        known = self._compatible.get((prefill, decode))
-        if known is not None:
-            return known
-        problems = self._workers[prefill].info.incompatibilities(self._workers[decode].info)
-        if problems:
-            log.error(
-                "prefill worker %s and decode worker %s are never paired: %s",
-                prefill.worker_id,
-                decode.worker_id,
-                "; ".join(problems),
-            )
-        self._compatible[prefill, decode] = not problems
-        return not problems
-
-    def _may_share(self, holder: WorkerKey, prefill: WorkerKey) -> bool:
-        """Whether blocks of one mean the same to the other, and have the same names."""
-        theirs, ours = self._workers[holder].info.as_prefix_peer, self._workers[prefill].info.as_prefix_peer
-        same_size = theirs.kv_layout.block_size == ours.kv_layout.block_size
-        return same_size and not theirs.incompatibilities(ours)
+    def _see(self, view: WorkerView) -> None:
+        self._fleet.put(view)
+        if self._num_shared != self._costs.num_changes:
+            self._num_shared = self._costs.num_changes
+            self._fleet.share(self._costs.view)
 
     def _add(self, info: WorkerInfo) -> None:
         key = WorkerKey(info.worker_id, info.incarnation)
         if key in self._workers:
             self._workers[key].registered = True
             return
-        worker = Worker(info, self._changed)
         problem = self._model.problem(info)
+        peers = [w for w in self._workers.values() if w.info.role is info.role]
+        worker = Worker(
+            info,
+            self._changed,
+            kind=0 if problem else self._kinds.of(info),
+            costs=WorkerCosts(info, self._costs),
+            on_load=_ignore if problem else self._see,
+        )
+        # A new worker is not owed what the others have done before it came.
+        worker.spend(min((peer.spent_s for peer in peers), default=0.0))
         if problem is not None:
             log.error("%s worker %s gets no work from this router: %s", info.role.value, info.worker_id, problem)
-        session = open_session(info, router_id=self._router_id, health=self._health, listener=worker)
+        session = self._open_session(info, router_id=self._router_id, health=self._health, listener=worker)
         worker.use(session, problem)
         self._workers[key] = worker
         task = asyncio.create_task(session.run(lambda: worker.registered), name=f"session-{info.worker_id}")
@@ -217,11 +259,11 @@ class WorkerPool:
     def _on_session_done(self, key: WorkerKey, task: asyncio.Task[None]) -> None:
         worker = self._workers.pop(key)
         del self._tasks[key]
-        self._compatible = {pair: ok for pair, ok in self._compatible.items() if key not in pair}
         if not task.cancelled() and (error := task.exception()) is not None:
             self._failures.put_nowait(error)
             worker.registered = False
         worker.give_up("the router stopped using it")
+        self._fleet.remove(key)
         self._num_stale_events_before += worker.num_stale_events
         if worker.registered and not self._closing:
             self._add(worker.info)

@@ -41,6 +41,8 @@ _NOTHING_DRAWN = SamplingBatch(
     forbidden_ids=np.empty(0, np.int64),
     edits=LogitEdits.pack([]),
     num_logprobs=np.empty(0, np.int32),
+    masked_rows=np.empty(0, np.int64),
+    allowed=(),
 )
 
 

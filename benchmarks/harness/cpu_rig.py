@@ -88,10 +88,10 @@ class CpuRig:
     ) -> Batch:
         """One token of each sequence after `context` others. `params` None draws nothing, so no logits are computed."""
         ids = self.random_tokens(len(tables)) if tokens is None else tokens
-        sample = None if params is None else SampleRequest(params=params)
+        samples = () if params is None else (SampleRequest(params=params),)
         return build_batch(
             [
-                SequenceChunk(token_ids=ids[i : i + 1], start_position=context, block_table=table, sample=sample)
+                SequenceChunk(token_ids=ids[i : i + 1], start_position=context, block_table=table, samples=samples)
                 for i, table in enumerate(tables)
             ],
             self.engine.layout.block_size,
@@ -117,7 +117,7 @@ class CpuRig:
                 token_ids=tokens[begin : begin + CHUNK_TOKENS],
                 start_position=begin,
                 block_table=table,
-                sample=SampleRequest(params=GREEDY) if begin + CHUNK_TOKENS >= len(tokens) else None,
+                samples=(SampleRequest(params=GREEDY),) if begin + CHUNK_TOKENS >= len(tokens) else (),
             )
             self.engine.forward(build_batch([chunk], self.engine.layout.block_size))
 

@@ -47,7 +47,7 @@ def main() -> None:
                 token_ids=prompt[begin : begin + CHUNK_TOKENS],
                 start_position=begin,
                 block_table=table,
-                sample=SampleRequest(params=GREEDY) if begin + CHUNK_TOKENS >= prompt_tokens else None,
+                samples=(SampleRequest(params=GREEDY),) if begin + CHUNK_TOKENS >= prompt_tokens else (),
             )
             engine.forward(build_batch([chunk], block_size))
     for position in range(prompt_tokens, tokens) if sequences else ():

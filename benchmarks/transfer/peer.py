@@ -54,7 +54,7 @@ class SlotAdmission:
     def release(self, handoff: HandoffId) -> None:
         """Slots are not kept account of."""
 
-    def commit(self, handoff: HandoffId, first_token: int, *, exact: bool) -> None:
+    def commit(self, handoff: HandoffId, first_tokens: tuple[int, ...], *, exact: bool) -> None:
         """See `Admission`."""
         self.committed_at[handoff] = time.monotonic()
 

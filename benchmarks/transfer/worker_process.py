@@ -115,10 +115,10 @@ class StampedDecode(DecodeService):
         await super().start()
         tell(self.host.info.worker_id, self.host.info.incarnation, self.host.info.address)
 
-    def commit(self, handoff: HandoffId, first_token: int, *, exact: bool) -> None:
+    def commit(self, handoff: HandoffId, first_tokens: tuple[int, ...], *, exact: bool) -> None:
         """See `Admission.commit`."""
         self._stamps.handoffs[handoff.request_id] = time.monotonic()
-        super().commit(handoff, first_token, exact=exact)
+        super().commit(handoff, first_tokens, exact=exact)
 
     async def stop(self) -> None:
         """See `Service.stop`."""

@@ -20,6 +20,7 @@ from kv_transfer.config import TransferConfig
 from kv_transfer.messages import Endpoint, LinkId
 from kv_transfer.wire import ChunkHeader, Frame
 from pdserve.kv_layout import KvBlockStore
+from pdserve.security.internal import PLAINTEXT, Channels
 from pdserve.types import DecodeTarget
 
 __all__ = [
@@ -149,6 +150,8 @@ class TransportContext:
     """Address of this machine to listen on."""
     advertised_host: str = "127.0.0.1"
     """Name or address of this machine for others."""
+    channels: Channels = PLAINTEXT
+    """How to connect to other workers."""
     device: str = "cpu"
     """Where the pool of KV blocks is, as torch names it: "cpu", "cuda:0"."""
 

@@ -22,7 +22,8 @@ from kv_transfer.transports.base import (
     plain_offer,
 )
 from kv_transfer.wire import Frame
-from pdserve.rpc.options import CHANNEL_OPTIONS
+from pdserve.security.identity import ANY_WORKER
+from pdserve.security.internal import PLAINTEXT, Channels
 from pdserve.types import DecodeTarget
 
 SERVICE = "pdserve.rpc.v1.KvData"
@@ -34,8 +35,9 @@ _GENERATION_KEY = "pdserve-link-generation"
 class GrpcSender:
     """Prefill side: one call, opened with the first frame."""
 
-    def __init__(self, address: str, link: LinkId) -> None:
+    def __init__(self, address: str, link: LinkId, channels: Channels = PLAINTEXT) -> None:
         self._address = address
+        self._channels = channels
         self._link = link
         self._channel: grpc.aio.Channel | None = None
         self._call: grpc.aio.StreamUnaryCall[bytes, bytes] | None = None
@@ -45,7 +47,7 @@ class GrpcSender:
 
     async def connect(self) -> None:
         """Reach the port. The caller's deadline is the limit: gRPC itself tries for ever."""
-        self._channel = grpc.aio.insecure_channel(self._address, options=CHANNEL_OPTIONS)
+        self._channel = self._channels.open(self._address, ANY_WORKER)
         await self._channel.channel_ready()
 
     async def post(self, frame: Frame, source_free: Callable[[], None]) -> None:
@@ -144,7 +146,7 @@ def grpc_reason(error: Exception) -> str:
 
 
 def _sending(context: TransportContext, endpoint: Endpoint, target: DecodeTarget, link: LinkId) -> SendingTransport:
-    return GrpcSender(target.address, link)
+    return GrpcSender(target.address, link, context.channels)
 
 
 GRPC = TransportKind(name="grpc", one_sided=False, offer=plain_offer("grpc"), sending=_sending, receiving=GrpcReceiver)

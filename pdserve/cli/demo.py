@@ -20,12 +20,13 @@ from pdserve.cli.signals import catch_stop_signals
 from pdserve.cli.tables import make_console
 from pdserve.cli.timeline import timeline
 from pdserve.cli.up import curl_line
-from pdserve.client import Client, Generation, GenerationStream
+from pdserve.client import Generation, GenerationStream
 from pdserve.config.schema import DEFAULT_HTTP_PORT
 from pdserve.errors import CancelledError
 from pdserve.launch.cluster import EMBEDDED, LocalCluster, chosen_format
 from pdserve.launch.process import LineWriter
 from pdserve.launch.verify import ProcessRecord, blocks_in_use, num_keys_without_ttl
+from pdserve.store.login import StoreLogin
 
 PROMPTS = (
     "What is photosynthesis?",
@@ -76,9 +77,10 @@ def demo(
     """Start a cluster, answer four prompts, show where the time went, stop.
 
     Runs a router, a prefill worker and a decode worker as separate processes, on free ports and with a redis server of
-    its own. Then drains them and checks that no KV block, process or redis key is left; exit code 1 if one is.
+    its own. Every prompt is handed over, also where the decode worker alone would be faster. Then drains them and
+    checks that no KV block, process or redis key is left; exit code 1 if one is.
     """
-    config = read_config(config_path, settings, router__listen="127.0.0.1:0")
+    config = read_config(config_path, settings, router__listen="127.0.0.1:0", router__local_prefill__max_tokens_ahead=0)
     if config.store.url != EMBEDDED:
         # In a redis that others use, only a name of our own tells our keys from theirs.
         config = config.model_copy(update={"cluster": f"demo-{secrets.token_hex(4)}"})
@@ -103,7 +105,7 @@ def demo(
     console = Console(quiet=True) if as_json else make_console()
     try:
         cluster.start(requests.stopping)
-        with Client(cluster.address) as client:
+        with cluster.connect() as client:
             results: list[Generation] = []
             for prompt in PROMPTS:
                 with client.stream(
@@ -118,7 +120,9 @@ def demo(
         progress("draining")
         started = ProcessRecord()
         killed = cluster.stop_processes(hurry=requests.hurry)
-        keys = num_keys_without_ttl(cluster.redis_url, config.cluster, timeout_s=config.store.timeout_s)
+        keys = num_keys_without_ttl(
+            cluster.redis_url, config.cluster, timeout_s=config.store.timeout_s, login=StoreLogin.of(config.store)
+        )
     except CancelledError as error:
         raise click.Abort from error
     finally:

@@ -19,13 +19,18 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "up": ("pdserve.cli.up", "Run a cluster on this machine until Ctrl-C."),
     "demo": ("pdserve.cli.demo", "Start a cluster, answer four prompts, show where the time went, stop."),
     "generate": ("pdserve.cli.generate", "Generate text and print it as it comes."),
+    "chat": ("pdserve.cli.chat", "Talk with the model, line by line."),
     "status": ("pdserve.cli.status", "Show workers, load and blocks."),
+    "drain": ("pdserve.cli.drain", "Let a worker finish what it has, and end it."),
+    "restart": ("pdserve.cli.drain", "Restart workers one by one while requests run."),
     "models": ("pdserve.cli.models", "List the models that are served."),
     "tokenize": ("pdserve.cli.tokenize", "Print the token ids of a text."),
     "router": ("pdserve.cli.services", "Run a router."),
     "prefill": ("pdserve.cli.services", "Run a prefill worker."),
     "decode": ("pdserve.cli.services", "Run a decode worker."),
     "warmup": ("pdserve.cli.warmup", "Compile the kernels of the CPU engine, so that the next start need not."),
+    "certs": ("pdserve.cli.certs", "Make certificates for TLS, and an authority that signs them."),
+    "keys": ("pdserve.cli.keys", "Make, list and revoke keys of clients."),
     "config": ("pdserve.cli.config", "Check and show configurations."),
 }
 """Command -> module that has it under the same name, and its help. Here, so that --help need not import them."""

@@ -7,9 +7,8 @@ import json
 
 import click
 
-from pdserve.cli.options import json_option, router_address, router_options
+from pdserve.cli.options import connect, json_option, router_address, router_options
 from pdserve.cli.tables import print_table
-from pdserve.client import Client
 
 
 @click.command()
@@ -17,7 +16,7 @@ from pdserve.client import Client
 @json_option
 def models(router: str | None, timeout_s: float | None, as_json: bool) -> None:
     """List the models that are served."""
-    with Client(router_address(router), timeout_s=timeout_s or 10.0) as client:
+    with connect(router_address(router), timeout_s=timeout_s or 10.0) as client:
         found = client.models()
     if as_json:
         click.echo(json.dumps({"models": [dataclasses.asdict(m) for m in found]}))

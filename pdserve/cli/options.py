@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 if TYPE_CHECKING:
+    from pdserve.client import Client
     from pdserve.config import Config
 
 CommandT = TypeVar("CommandT", bound=Callable[..., Any])
@@ -65,7 +66,8 @@ def router_options(command: CommandT) -> CommandT:
     router = click.option(
         "--router",
         metavar="HOST:PORT",
-        help="Router to talk to. Default: router.listen of the environment (PDSERVE__ROUTER__LISTEN), 127.0.0.1:50051.",
+        help="Router to talk to. Default: router.listen of the environment (PDSERVE__ROUTER__LISTEN), 127.0.0.1:50051. "
+        "PDSERVE_API_KEY is its key, PDSERVE_TLS_CA_FILE (a file, or `system`) asks for TLS.",
     )
     timeout = click.option(
         "--timeout", "timeout_s", metavar="SECONDS", type=click.FloatRange(min=0, min_open=True), help="Deadline."
@@ -79,3 +81,12 @@ def router_address(router: str | None) -> str:
 
     config = read_config(None, (), **({} if router is None else {"router__listen": router}))
     return dialable(config.router.listen)
+
+
+def connect(address: str, timeout_s: float | None = None) -> Client:
+    """A client as the environment says (see `pdserve.client.access`). Raises ConfigError."""
+    from pdserve.client import Client
+    from pdserve.client.access import Access
+
+    access = Access.from_environment()
+    return Client(address, timeout_s=timeout_s, tls=access.tls, api_key=access.api_key)

@@ -7,9 +7,9 @@ import json
 
 import click
 
-from pdserve.cli.options import json_option, router_address, router_options
+from pdserve.cli.options import connect, json_option, router_address, router_options
 from pdserve.cli.tables import print_table
-from pdserve.client import Client, WorkerState
+from pdserve.client import WorkerState
 
 _HEADERS = (
     "worker", "role", "state", "address", "waiting", "moving", "running", "blocks", "prefilled", "generated", "KV MiB",
@@ -23,7 +23,7 @@ _HEADERS = (
 def status(router: str | None, timeout_s: float | None, as_json: bool) -> None:
     """Show workers, load and blocks."""
     address = router_address(router)
-    with Client(address, timeout_s=timeout_s or 10.0) as client:
+    with connect(address, timeout_s=timeout_s or 10.0) as client:
         found = client.status()
     if as_json:
         click.echo(json.dumps(dataclasses.asdict(found)))
@@ -33,6 +33,13 @@ def status(router: str | None, timeout_s: float | None, as_json: bool) -> None:
         f"router {found.router_id} at {address}  version {found.version}  "
         f"requests {found.num_active_requests}  redis {redis}"
     )
+    if found.queues:
+        waiting = ", ".join(f"{queue.num_waiting} {queue.priority_class}" for queue in found.queues)
+        num_refused = sum(queue.refused_total for queue in found.queues)
+        seconds = sum(queue.drained_in_s for queue in found.queues)
+        click.echo(f"waiting {waiting} ({seconds:.1f} s of work)  refused {num_refused}")
+    if found.local_prefill_up_to is not None:
+        click.echo(f"new prompts of up to {found.local_prefill_up_to} tokens are computed by decode workers")
     if found.workers:
         print_table(_HEADERS, [_row(w) for w in found.workers])
     else:

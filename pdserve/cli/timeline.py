@@ -49,8 +49,8 @@ def timeline(generation: Generation, *, colour: bool) -> Text:
     text.append(f" = {timings.e2e_ms:.1f} ms\n")
     moved = (
         f"KV {place.kv_bytes / 2**20:.2f} MiB by {place.transport}, {place.prefill_worker} to {place.decode_worker}"
-        if place.decode_worker
-        else f"no KV moved, {place.prefill_worker} alone"
+        if place.prefill_worker and place.decode_worker
+        else f"no KV moved, {place.prefill_worker or place.decode_worker} alone"
     )
     text.append(
         f"TTFT {timings.ttft_ms:.1f} ms, TPOT {timings.tpot_ms:.1f} ms, {usage.prompt_tokens} prompt + "

@@ -6,9 +6,8 @@ import json
 
 import click
 
-from pdserve.cli.options import json_option, router_address, router_options
+from pdserve.cli.options import connect, json_option, router_address, router_options
 from pdserve.cli.prompt import read_prompt
-from pdserve.client import Client
 
 
 @click.command()
@@ -22,6 +21,6 @@ def tokenize(text: str, chat: bool, router: str | None, timeout_s: float | None,
     TEXT `-` reads standard input.
     """
     text = read_prompt(text)
-    with Client(router_address(router), timeout_s=timeout_s or 10.0) as client:
+    with connect(router_address(router), timeout_s=timeout_s or 10.0) as client:
         ids = client.tokenize(messages=[{"role": "user", "content": text}]) if chat else client.tokenize(text)
     click.echo(json.dumps({"token_ids": ids, "num_tokens": len(ids)}) if as_json else " ".join(map(str, ids)))

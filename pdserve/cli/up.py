@@ -12,6 +12,7 @@ import click
 from pdserve.cli.options import config_options, json_option, read_config
 from pdserve.cli.signals import catch_stop_signals
 from pdserve.client import DEFAULT_ADDRESS
+from pdserve.client.access import API_KEY, CA_FILE
 from pdserve.errors import CancelledError
 from pdserve.launch.cluster import LocalCluster, chosen_format
 from pdserve.launch.process import LineWriter
@@ -54,17 +55,21 @@ def _describe_json(cluster: LocalCluster) -> str:
             "address": cluster.address,
             "http_address": cluster.http_address,
             "redis_url": display_url(cluster.redis_url),
-            "processes": [{"name": p.name, "role": p.role, "pid": p.pid} for p in cluster.processes],
+            "processes": [
+                {"name": p.name, "role": p.role, "pid": p.pid, "metrics_address": cluster.metrics_addresses.get(p.name)}
+                for p in cluster.processes
+            ],
         }
     )
 
 
-def curl_line(http_address: str) -> str:
-    """A command that streams an answer."""
+def curl_line(http_address: str, *, tls: bool = False, key: bool = False) -> str:
+    """A command that streams an answer. `tls` and `key`: whether the router asks for them."""
     body = '{"messages": [{"role": "user", "content": "Why is the sky blue?"}], "max_tokens": 64, "stream": true}'
-    return (
-        f"curl -N http://{http_address}/v1/chat/completions -H 'Content-Type: application/json' -d {shlex.quote(body)}"
-    )
+    url = f"{'https' if tls else 'http'}://{http_address}/v1/chat/completions"
+    trust = f' --cacert "${CA_FILE}"' if tls else ""
+    authorization = f' -H "Authorization: Bearer ${API_KEY}"' if key else ""
+    return f"curl -N{trust} {url} -H 'Content-Type: application/json'{authorization} -d {shlex.quote(body)}"
 
 
 def describe(cluster: LocalCluster) -> str:
@@ -78,14 +83,27 @@ def describe(cluster: LocalCluster) -> str:
         f"from pdserve.client import Client; "
         f'print(Client("{cluster.address}").generate("The sky is blue because", temperature=0, max_tokens=32).text)'
     )
+    if cluster.secured:
+        call = (
+            "from pdserve.client import Client; from pdserve.client.access import Access; "
+            f'a = Access.from_environment(); print(Client("{cluster.address}", tls=a.tls, api_key=a.api_key)'
+            '.generate("The sky is blue because", temperature=0, max_tokens=32).text)'
+        )
     http = curl = ""
+    config = cluster.config
+    tls = config.tls.public is not None
+    scheme = "https" if tls else "http"
     if cluster.http_address is not None:
-        http = f"\n  HTTP   http://{cluster.http_address}/v1   (OpenAI-compatible; /docs lists everything)"
-        curl = f"\n  {curl_line(cluster.http_address)}"
+        http = f"\n  HTTP   {scheme}://{cluster.http_address}/v1   (OpenAI-compatible; /docs lists everything)"
+        curl = f"\n  {curl_line(cluster.http_address, tls=tls, key=config.router.keys_file is not None)}"
+    metrics = "".join(
+        f"\n         {cluster.metrics_scheme(name)}://{address}/metrics   ({name})"
+        for name, address in cluster.metrics_addresses.items()
+    )
     return f"""
 ready: {workers}
   gRPC   {cluster.address}   (pdserve.rpc.v1.Inference; reflection and health are on){http}
-  redis  {display_url(cluster.redis_url)}
+  redis  {display_url(cluster.redis_url)}{metrics}
 
 Try, in another terminal:
   {program} generate{router} --temperature 0 --max-tokens 64 "Why is the sky blue?"

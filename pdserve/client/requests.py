@@ -6,54 +6,15 @@ even carry (a string where a number belongs, a number beyond 32 bits) is refused
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import TypedDict
+import secrets
+from collections.abc import Iterable, Sequence
 
-from google.protobuf.message import Message
-
+from pdserve.client.carrying import extend_field, not_carried, set_field
+from pdserve.client.chats import CHAT_OPTIONS, chat_prompt, schema_text
+from pdserve.client.options import GenerateOptions, Message
 from pdserve.errors import InvalidRequestError
+from pdserve.rpc.v1 import common_pb2
 from pdserve.rpc.v1 import inference_pb2 as pb
-
-
-class GenerateOptions(TypedDict, total=False):
-    """Optional arguments of `generate` and `stream`. What is left out takes the server's default."""
-
-    messages: Sequence[Mapping[str, str]]
-    """A chat, rendered with the model's template: `[{"role": "user", "content": "..."}]`. Instead of a prompt."""
-    token_ids: Iterable[int]
-    """A prompt that is tokenized already, taken as it is. Instead of a prompt."""
-    max_tokens: int
-    min_tokens: int
-    temperature: float
-    """0 is greedy."""
-    top_k: int
-    top_p: float
-    min_p: float
-    seed: int
-    """The same seed gives the same tokens, whatever else the cluster is doing."""
-    presence_penalty: float
-    """Makes every token that was generated already less likely."""
-    frequency_penalty: float
-    """Makes a token less likely each time it is generated."""
-    repetition_penalty: float
-    """Above 1: makes tokens of the prompt and of the output less likely."""
-    logit_bias: Mapping[int, float]
-    """Token id -> what is added to its logit: 100 forces, -100 forbids."""
-    stop: str | Sequence[str]
-    """Strings that end the output; the text is cut before them."""
-    stop_token_ids: Iterable[int]
-    ignore_eos: bool
-    """Go on after an end-of-sequence token."""
-    logprobs: int
-    """Report the log-probability of each generated token, and of so many of the most likely ones."""
-    prompt_logprobs: int
-    """The same for the tokens of the prompt, from the second on."""
-    model: str
-    request_id: str
-    """Name of the request, for `cancel` and `get_request`. Default: the router makes one."""
-    timeout_s: float
-    """Deadline for the whole generation; the cluster stops working on it when it passes."""
-
 
 _SAMPLING = (
     "temperature",
@@ -66,10 +27,31 @@ _SAMPLING = (
     "repetition_penalty",
 )
 _STOP = ("max_tokens", "min_tokens", "ignore_eos")
+_DIRECT = (
+    "request_id",
+    "model",
+    "n",
+    "logprobs",
+    "prompt_logprobs",
+    "cache_salt",
+    "priority",
+    "skip_special_tokens",
+    "include_stop_string",
+)
+"""Of the message itself, under the same name."""
+_GRAMMARS = ("json_schema", "json_object", "regex", "choice", "lark")
+
+
+def new_request_id() -> str:
+    """A name that no other request has."""
+    return f"req-{secrets.token_hex(12)}"
 
 
 def generate_request(prompt: str | None, options: GenerateOptions) -> pb.GenerateRequest:
-    """The message for a generation. Raises InvalidRequestError."""
+    """The message for a generation. A request to come back to needs a name before it is sent, so it gets one.
+
+    Raises InvalidRequestError.
+    """
     given = [
         name
         for name, value in (
@@ -82,91 +64,82 @@ def generate_request(prompt: str | None, options: GenerateOptions) -> pb.Generat
     if len(given) != 1:
         what = "none" if not given else " and ".join(given)
         raise InvalidRequestError(f"input: give exactly one of prompt, messages and token_ids; got {what}")
-    request = pb.GenerateRequest()
-    _set(request, "request_id", options.get("request_id"))
-    _set(request, "model", options.get("model"))
-    _set(request, "text", prompt)
+    request = pb.GenerateRequest(resumable=options.get("resumable", True))
+    for name in _DIRECT:
+        set_field(request, name, options.get(name))
+    if request.resumable and not request.request_id:
+        request.request_id = new_request_id()
+    set_field(request, "text", prompt)
     if (ids := options.get("token_ids")) is not None:
         # Marks the input as chosen even when the list is empty, so that the router can say "empty prompt".
         request.token_ids.SetInParent()
-        _extend(request.token_ids, "ids", ids, "token_ids")
+        extend_field(request.token_ids, "ids", ids, "token_ids")
     if (messages := options.get("messages")) is not None:
-        request.chat.CopyFrom(_chat(messages))
+        request.chat.CopyFrom(chat_prompt(messages, options))
+    elif alone := [name for name in CHAT_OPTIONS if options.get(name) is not None]:
+        raise InvalidRequestError(f"{alone[0]}: belongs to a chat; give messages", field=alone[0])
     for name in _SAMPLING:
-        _set(request.sampling, name, options.get(name), f"sampling.{name}")
+        set_field(request.sampling, name, options.get(name), f"sampling.{name}")
     for name in _STOP:
-        _set(request.stop, name, options.get(name), f"stop.{name}")
+        set_field(request.stop, name, options.get(name), f"stop.{name}")
     for token_id, bias in options.get("logit_bias", {}).items():
         try:
             request.sampling.logit_bias[token_id] = bias
         except (TypeError, ValueError) as error:
-            raise _not_carried(f"sampling.logit_bias[{token_id}]", bias, error) from error
-    _set(request, "logprobs", options.get("logprobs"))
-    _set(request, "prompt_logprobs", options.get("prompt_logprobs"))
-    _extend(request.stop, "stop_token_ids", options.get("stop_token_ids", ()), "stop.stop_token_ids")
+            raise not_carried(f"sampling.logit_bias[{token_id}]", bias, error) from error
+    extend_field(request.stop, "stop_token_ids", options.get("stop_token_ids", ()), "stop.stop_token_ids")
     stop = options.get("stop", ())
-    _extend(request.stop, "stop", (stop,) if isinstance(stop, str) else stop, "stop.stop")
+    extend_field(request.stop, "stop", (stop,) if isinstance(stop, str) else stop, "stop.stop")
+    if (grammar := _grammar(options)) is not None:
+        request.grammar.CopyFrom(grammar)
+    return request
+
+
+def attach_request(request_id: str, received_tokens: Iterable[int]) -> pb.AttachRequest:
+    """The message for Attach. Raises InvalidRequestError."""
+    request = pb.AttachRequest()
+    set_field(request, "request_id", request_id)
+    extend_field(request, "received_tokens", received_tokens, "received_tokens")
     return request
 
 
 def tokenize_request(
-    text: str | None, messages: Sequence[Mapping[str, str]] | None, add_special_tokens: bool | None
+    text: str | None, messages: Sequence[Message] | None, add_special_tokens: bool | None
 ) -> pb.TokenizeRequest:
     """The message for Tokenize. Raises InvalidRequestError."""
     if (text is None) == (messages is None):
         raise InvalidRequestError("input: give exactly one of text and messages")
     request = pb.TokenizeRequest()
-    _set(request, "text", text)
-    _set(request, "add_special_tokens", add_special_tokens)
+    set_field(request, "text", text)
+    set_field(request, "add_special_tokens", add_special_tokens)
     if messages is not None:
-        request.chat.CopyFrom(_chat(messages))
+        request.chat.CopyFrom(chat_prompt(messages))
     return request
 
 
 def detokenize_request(token_ids: Iterable[int], skip_special_tokens: bool | None) -> pb.DetokenizeRequest:
     """The message for Detokenize. Raises InvalidRequestError."""
     request = pb.DetokenizeRequest()
-    _extend(request, "token_ids", token_ids, "token_ids")
-    _set(request, "skip_special_tokens", skip_special_tokens)
+    extend_field(request, "token_ids", token_ids, "token_ids")
+    set_field(request, "skip_special_tokens", skip_special_tokens)
     return request
 
 
-def _chat(messages: Sequence[Mapping[str, str]]) -> pb.ChatPrompt:
-    chat = pb.ChatPrompt()
-    for number, message in enumerate(messages):
-        unknown = set(message) - {"role", "content"}
-        missing = {"role", "content"} - set(message)
-        if unknown or missing:
-            problem = f"unknown key {min(unknown)!r}" if unknown else f"{min(missing)} is missing"
-            raise InvalidRequestError(f"messages[{number}]: {problem}", field=f"messages[{number}]")
-        added = chat.messages.add()
-        for name in ("role", "content"):
-            _set(added, name, message[name], f"messages[{number}].{name}")
-    return chat
-
-
-def _set(message: Message, name: str, value: object, field: str | None = None) -> None:
-    """Set a scalar field unless the value is None."""
-    if value is None:
-        return
-    try:
-        setattr(message, name, value)
-    except (TypeError, ValueError) as error:
-        raise _not_carried(field or name, value, error) from error
-
-
-def _extend(message: Message, name: str, values: Iterable[object], field: str) -> None:
-    """Append to a repeated scalar field one by one, so that the message about a bad item names its index."""
-    target = getattr(message, name)
-    for index, value in enumerate(values):
-        try:
-            target.append(value)
-        except (TypeError, ValueError) as error:
-            raise _not_carried(f"{field}[{index}]", value, error) from error
-
-
-def _not_carried(field: str, value: object, error: Exception) -> InvalidRequestError:
-    # Text may be private: of a string only its kind is repeated.
-    shown = "a string" if isinstance(value, str) else repr(value)
-    reason = "is not valid Unicode" if isinstance(error, UnicodeError) else "has the wrong type or is out of range"
-    return InvalidRequestError(f"{field}: {shown} {reason}", field=field)
+def _grammar(options: GenerateOptions) -> common_pb2.Grammar | None:
+    given = [name for name in _GRAMMARS if options.get(name) not in (None, False)]
+    if not given:
+        return None
+    if len(given) > 1:
+        raise InvalidRequestError(f"grammar: give at most one of {', '.join(_GRAMMARS)}; got {' and '.join(given)}")
+    grammar = common_pb2.Grammar()
+    if (schema := options.get("json_schema")) is not None:
+        grammar.json_schema = schema_text(schema, "grammar.json_schema")
+    if (texts := options.get("choice")) is not None:
+        # Marks the choices as given even when there are none, so that the router can say so.
+        grammar.choice.SetInParent()
+        extend_field(grammar.choice, "texts", (texts,) if isinstance(texts, str) else texts, "grammar.choice")
+    if options.get("json_object"):
+        grammar.json_object = True
+    set_field(grammar, "regex", options.get("regex"), "grammar.regex")
+    set_field(grammar, "lark", options.get("lark"), "grammar.lark")
+    return grammar

@@ -1,104 +1,40 @@
-"""Turns the messages of the public API into results, and failed calls into errors. Shared by both clients."""
+"""Turns the messages of the public API into results, field by field. Shared by both clients."""
 
 from __future__ import annotations
 
-import grpc
-
 from pdserve.client.results import (
     ClusterStatus,
-    Generation,
-    GenerationDelta,
     Model,
     Placement,
+    QueueState,
     RequestInfo,
     Timings,
     Usage,
     WorkerState,
 )
-from pdserve.errors import DeadlineExceededError, InternalError, PdServeError, UnavailableError
-from pdserve.rpc.codec import finish_from_proto, logprobs_from_proto, stats_from_proto, worker_info_from_proto
-from pdserve.rpc.errors import error_of
+from pdserve.client.tools import ToolCallDelta
+from pdserve.rpc.codec import stats_from_proto, worker_info_from_proto
 from pdserve.rpc.v1 import inference_pb2 as pb
-from pdserve.types import TokenLogprobs
-
-_RICH_STATUS_KEY = "grpc-status-details-bin"
 
 
-def error_of_call(call: grpc.RpcError, address: str, timeout_s: float | None) -> PdServeError:
-    """The error behind a failed call that was given `timeout_s`. Where no router answered at all, or not in time, the
-    message says what to do about it."""
-    assert isinstance(call, grpc.Call | grpc.aio.AioRpcError)
-    answered = any(key == _RICH_STATUS_KEY for key, _ in call.trailing_metadata() or ())
-    if call.code() is grpc.StatusCode.UNAVAILABLE and not answered:
-        return UnavailableError(
-            f"no router answers at {address}: start one with `pdserve up`, or name another with --router or "
-            f"PDSERVE__ROUTER__LISTEN ({call.details()})"
-        )
-    if call.code() is grpc.StatusCode.DEADLINE_EXCEEDED and timeout_s is not None:
-        # Whether we gave up or the router did first is a matter of milliseconds: it has been given the same time.
-        return DeadlineExceededError(
-            f"no complete answer from {address} within {timeout_s:g} s: allow more time (--timeout, or timeout_s) or "
-            "ask for less; `pdserve status` shows how busy the workers are"
-        )
-    return error_of(call)
-
-
-class GenerationBuilder:
-    """Collects the responses of one stream into a Generation."""
-
-    def __init__(self) -> None:
-        self._texts: list[str] = []
-        self._token_ids: list[int] = []
-        self._logprobs: list[TokenLogprobs] = []
-        self._prompt_logprobs: list[TokenLogprobs] = []
-        self.result: Generation | None = None
-
-    def add(self, response: pb.GenerateResponse) -> GenerationDelta:
-        """Take the next response. Sets `result` with the last one."""
-        self._texts.append(response.text_delta)
-        self._token_ids.extend(response.token_ids)
-        logprobs = logprobs_from_proto(response.logprobs)
-        prompt_logprobs = logprobs_from_proto(response.prompt_logprobs)
-        self._logprobs.extend(logprobs)
-        self._prompt_logprobs.extend(prompt_logprobs)
-        reason = finish_from_proto(response.finish_reason)
-        if reason is not None:
-            self.result = Generation(
-                request_id=response.request_id,
-                text="".join(self._texts),
-                token_ids=tuple(self._token_ids),
-                finish_reason=reason,
-                matched_stop=_matched_stop(response),
-                usage=_usage(response.usage),
-                timings=_timings(response.timings),
-                placement=_placement(response.placement),
-                logprobs=tuple(self._logprobs),
-                prompt_logprobs=tuple(self._prompt_logprobs),
-            )
-        return GenerationDelta(
-            request_id=response.request_id,
-            seq=response.seq,
-            text=response.text_delta,
-            token_ids=tuple(response.token_ids),
-            logprobs=logprobs,
-            prompt_logprobs=prompt_logprobs,
-        )
-
-    def finished(self) -> Generation:
-        """The result, once the stream has ended. Raises InternalError if the router broke its promise of one."""
-        if self.result is None:
-            raise InternalError("the router ended the stream without a finish reason")
-        return self.result
-
-
-def _matched_stop(response: pb.GenerateResponse) -> int | str | None:
+def matched_stop(response: pb.GenerateResponse) -> int | str | None:
+    """The token id or the string that ended the output; None if neither did."""
     which = response.WhichOneof("matched_stop")
     if which == "stop_token_id":
         return response.stop_token_id
     return response.stop_string if which == "stop_string" else None
 
 
-def _usage(message: pb.Usage) -> Usage:
+def tool_calls(response: pb.GenerateResponse) -> tuple[ToolCallDelta, ...]:
+    """Field by field."""
+    return tuple(
+        ToolCallDelta(index=call.index, id=call.id, name=call.name, arguments=call.arguments)
+        for call in response.tool_calls
+    )
+
+
+def usage(message: pb.Usage) -> Usage:
+    """Field by field."""
     return Usage(
         prompt_tokens=message.prompt_tokens,
         completion_tokens=message.completion_tokens,
@@ -107,7 +43,8 @@ def _usage(message: pb.Usage) -> Usage:
     )
 
 
-def _timings(message: pb.Timings) -> Timings:
+def timings(message: pb.Timings) -> Timings:
+    """Field by field."""
     return Timings(
         tokenize_ms=message.tokenize_ms,
         queue_ms=message.queue_ms,
@@ -122,7 +59,8 @@ def _timings(message: pb.Timings) -> Timings:
     )
 
 
-def _placement(message: pb.Placement) -> Placement:
+def placement(message: pb.Placement) -> Placement:
+    """Field by field."""
     return Placement(
         prefill_worker=message.prefill_worker,
         decode_worker=message.decode_worker,
@@ -130,6 +68,14 @@ def _placement(message: pb.Placement) -> Placement:
         kv_bytes=message.kv_bytes,
         attempts=message.attempts,
         decode_local_prefill_tokens=message.decode_local_prefill_tokens,
+        local_prefill=message.local_prefill,
+        predicted_ttft_ms=message.predicted_ttft_ms,
+        predicted_queue_ms=message.predicted_queue_ms,
+        predicted_fetch_ms=message.predicted_fetch_ms,
+        predicted_prefill_ms=message.predicted_prefill_ms,
+        predicted_handover_ms=message.predicted_handover_ms,
+        cached_tokens_predicted=message.cached_tokens_predicted,
+        other_ttft_ms=message.other_ttft_ms if message.HasField("other_ttft_ms") else None,
     )
 
 
@@ -164,9 +110,21 @@ def cluster_status(message: pb.ClusterStatus) -> ClusterStatus:
                 stats=stats_from_proto(worker.stats),
                 state=worker.state,
                 silent_s=worker.silent_s,
+                indexed_blocks=worker.indexed_blocks,
             )
             for worker in message.workers
         ),
         num_active_requests=message.num_active_requests,
         store_available=message.store_available,
+        local_prefill_up_to=message.local_prefill_up_to if message.HasField("local_prefill_up_to") else None,
+        queues=tuple(
+            QueueState(
+                priority_class=queue.priority_class,
+                num_waiting=queue.num_waiting,
+                drained_in_s=queue.drained_in_s,
+                admitted_total=queue.admitted_total,
+                refused_total=queue.refused_total,
+            )
+            for queue in message.queues
+        ),
     )

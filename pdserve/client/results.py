@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from pdserve.client.options import JsonValue, Message
+from pdserve.client.parsing import ModelT, read_json, read_model
+from pdserve.client.tools import ToolCall, ToolCallDelta
 from pdserve.types import FinishReason, TokenLogprobs, WorkerStats
 from pdserve.worker_info import WorkerInfo
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Usage:
-    """Tokens of one request."""
+    """Tokens of one request, or of one of its outputs."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -65,29 +68,52 @@ class Placement:
     """1 is undisturbed."""
     decode_local_prefill_tokens: int
     """Tokens of this request that the decode worker had to prefill itself."""
+    local_prefill: bool = False
+    """The decode worker computed the prompt itself."""
+    predicted_ttft_ms: float = 0.0
+    """Time from the choice of the workers to the first token, as it was expected then: the sum of the next three."""
+    predicted_queue_ms: float = 0.0
+    predicted_fetch_ms: float = 0.0
+    predicted_prefill_ms: float = 0.0
+    predicted_handover_ms: float = 0.0
+    """Moving KV to the decode worker, which the first token does not wait for."""
+    cached_tokens_predicted: int = 0
+    """Tokens that whoever computed the prompt was expected to have."""
+    other_ttft_ms: float | None = None
+    """Time to first token that was expected the other way: by a hand-over if `local_prefill`, without one if not. None
+    if there was no such way."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationDelta:
-    """What one message of a stream added."""
+    """What one message of a stream added to one output."""
 
     request_id: str
     seq: int
-    """Number of the message, from 0."""
+    """Number of the delta, from 0, over all outputs."""
     text: str
     """Text that is certain; may be empty."""
     token_ids: tuple[int, ...]
+    index: int = 0
+    """Which of the outputs this is of."""
+    num_tokens: int
+    """Tokens of that output so far, these included."""
+    finish_reason: FinishReason | None = None
+    """Set with the last delta of each output."""
     logprobs: tuple[TokenLogprobs, ...] = ()
     """One for each of `token_ids`, if asked for."""
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
     """Of further tokens of the prompt, if asked for."""
+    tool_calls: tuple[ToolCallDelta, ...] = ()
+    """What is new of calls of functions; at most one of each call."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Generation:
-    """A finished generation."""
+class Output:
+    """One finished output of a generation."""
 
-    request_id: str
+    index: int
+    """From 0; the others differ in their noise only."""
     text: str
     token_ids: tuple[int, ...]
     """Every sampled token, the one that ended the output included."""
@@ -99,8 +125,102 @@ class Generation:
     placement: Placement
     logprobs: tuple[TokenLogprobs, ...] = ()
     """One for each of `token_ids`; empty unless asked for."""
+    tool_calls: tuple[ToolCall, ...] = ()
+    """Functions that the model wants called; `text` is what it says beside. Only with `tools`."""
+
+    def json(self) -> JsonValue:
+        """The text, read as JSON. Raises OutputFormatError."""
+        return read_json(self.text, f"output {self.index}", self._num_tokens_at_cut)
+
+    def parse(self, model: type[ModelT]) -> ModelT:
+        """The text as an instance of a pydantic model, say the one given as `json_schema`. Raises OutputFormatError."""
+        return read_model(self.text, model, f"output {self.index}", self._num_tokens_at_cut)
+
+    @property
+    def message(self) -> Message:
+        """The output as a message of the chat, to be followed by results of its calls or by what the user says next."""
+        message: dict[str, JsonValue] = {"role": "assistant", "content": self.text}
+        if self.tool_calls:
+            message["tool_calls"] = [
+                {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+                for call in self.tool_calls
+            ]
+        return message
+
+    @property
+    def _num_tokens_at_cut(self) -> int | None:
+        """None if the output has come to an end by itself."""
+        return len(self.token_ids) if self.finish_reason is FinishReason.LENGTH else None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Generation:
+    """A finished generation. With one output, which is the usual case, the generation has its attributes too."""
+
+    request_id: str
+    outputs: tuple[Output, ...]
+    """In the order of their index."""
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
     """Of the prompt's tokens from the second on; empty unless asked for."""
+
+    @property
+    def usage(self) -> Usage:
+        """Of all outputs together; their prompt counts once."""
+        first = self.outputs[0].usage
+        return replace(first, completion_tokens=sum(output.usage.completion_tokens for output in self.outputs))
+
+    @property
+    def text(self) -> str:
+        """Of the first output, as everything below."""
+        return self.outputs[0].text
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        """Every sampled token, the one that ended the output included."""
+        return self.outputs[0].token_ids
+
+    @property
+    def finish_reason(self) -> FinishReason:
+        """Why the output ended."""
+        return self.outputs[0].finish_reason
+
+    @property
+    def matched_stop(self) -> int | str | None:
+        """The token id or the string that ended the output, if the finish reason is `stop`."""
+        return self.outputs[0].matched_stop
+
+    @property
+    def logprobs(self) -> tuple[TokenLogprobs, ...]:
+        """One for each of `token_ids`; empty unless asked for."""
+        return self.outputs[0].logprobs
+
+    @property
+    def tool_calls(self) -> tuple[ToolCall, ...]:
+        """Functions that the model wants called."""
+        return self.outputs[0].tool_calls
+
+    @property
+    def message(self) -> Message:
+        """The output as a message of the chat."""
+        return self.outputs[0].message
+
+    @property
+    def timings(self) -> Timings:
+        """Where the time went."""
+        return self.outputs[0].timings
+
+    @property
+    def placement(self) -> Placement:
+        """Who served it."""
+        return self.outputs[0].placement
+
+    def json(self) -> JsonValue:
+        """The text, read as JSON. Raises OutputFormatError."""
+        return self.outputs[0].json()
+
+    def parse(self, model: type[ModelT]) -> ModelT:
+        """The text as an instance of a pydantic model. Raises OutputFormatError."""
+        return self.outputs[0].parse(model)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,6 +262,22 @@ class WorkerState:
     weights."""
     silent_s: float
     """Seconds since the last message from it."""
+    indexed_blocks: int = 0
+    """KV blocks of it that the router knows of, by what the worker has announced through redis."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QueueState:
+    """Prompts of one priority class that wait in a router."""
+
+    priority_class: str
+    """`high`, `normal` or `low`."""
+    num_waiting: int
+    drained_in_s: float
+    """Seconds that the workers are expected to take for them."""
+    admitted_total: int
+    """Sent on to workers since the router started."""
+    refused_total: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -154,3 +290,7 @@ class ClusterStatus:
     num_active_requests: int
     store_available: bool
     """False while redis does not answer the router."""
+    queues: tuple[QueueState, ...] = ()
+    """One for each priority class, the most urgent first."""
+    local_prefill_up_to: int | None = None
+    """Tokens of the longest new prompt that a decode worker would compute itself now. None if nobody else could."""

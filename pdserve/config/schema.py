@@ -7,7 +7,7 @@ properties.
 from __future__ import annotations
 
 import re
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
@@ -44,6 +44,9 @@ def _check_http_port(value: object) -> object:
 
 DEFAULT_HTTP_PORT = 8000
 """Where clients of OpenAI-compatible servers look first."""
+
+PRIVATE_TRANSPORTS = ("local", "grpc")
+"""What nobody on the network can read: inside one host, and over mutual TLS."""
 
 Bytes = Annotated[int, BeforeValidator(_parse_bytes)]
 Address = Annotated[str, BeforeValidator(_check_listen)]
@@ -113,12 +116,95 @@ class StoreSection(Section):
     """`embedded` (`pdserve up` and `pdserve demo` start a server of their own), or redis://, rediss://, unix://."""
     lease_ttl_s: Seconds = 10.0
     """A worker that has not renewed its registration for this long is forgotten."""
+    username: str | None = None
+    """User of redis's access control lists. Default: the one in `url`, or redis's own default."""
+    password_file: str | None = None
+    """File with the password, read at each new connection, so that it can be replaced while processes run. Comes before
+    a password in `url`. PDSERVE_REDIS_PASSWORD in the environment does the same, and comes before both."""
+    ca_file: str | None = None
+    """With rediss://: certificates (PEM) to trust. Default: those of the system."""
+    cert_file: str | None = None
+    """With rediss://: certificate of this process, where redis asks for one. Together with `key_file`."""
+    key_file: str | None = None
+    """Its private key, without a password."""
     timeout_s: Seconds = 2.0
     """Longest wait for one answer of redis."""
     record_ttl_s: Seconds = 600.0
     """How long the record of an ended request can still be asked for."""
     poll_s: Seconds = 0.5
     """How often routers look for new workers."""
+
+    @model_validator(mode="after")
+    def _check_files(self) -> Self:
+        if (self.cert_file is None) != (self.key_file is None):
+            raise ValueError("cert_file and key_file belong together")
+        if (self.ca_file or self.cert_file) and not self.url.startswith("rediss://"):
+            raise ValueError("ca_file and cert_file need a url that begins with rediss://")
+        return self
+
+
+class InternalTlsSection(Section):
+    """Mutual TLS between routers and workers. In each of the files, `{role}` stands for router, prefill or decode, so
+    that one configuration fits all processes. All are PEM, and read again when they are replaced."""
+
+    cert_file: str
+    """Certificate of the process, which says what it is: `pdserve certs` makes some, docs/security.md says what they
+    need. Intermediate ones follow in the same file."""
+    key_file: str
+    """Its private key, without a password."""
+    ca_file: str
+    """Authorities whose certificates are trusted. They should issue none but those of this deployment."""
+
+
+class PublicTlsSection(Section):
+    """TLS for clients, on the gRPC and the HTTP port of routers. Files are PEM, and read again when they are
+    replaced."""
+
+    cert_file: str
+    """Certificate for the host names that clients use. Intermediate ones follow in the same file."""
+    key_file: str
+    """Its private key, without a password."""
+    client_ca_file: str | None = None
+    """Authorities of client certificates. If set, every client needs one, beside its key."""
+
+
+class TlsSection(Section):
+    """Encryption. What is left out stays in the clear, which is for one machine and trusted networks."""
+
+    internal: InternalTlsSection | None = None
+    """Between processes. With it, of `transfer.transports` only `local` and `grpc` are used: what the others move could
+    be read and changed on the way."""
+    public: PublicTlsSection | None = None
+    """Between clients and routers."""
+
+
+class LocalPrefillSection(Section):
+    """When a decode worker computes a prompt itself although there are prefill workers: where that is expected to
+    be better. It saves the hand-over and the prefill workers' queue, and slows the worker's streams down meanwhile.
+    Without prefill workers none of this counts."""
+
+    max_tokens_ahead: Annotated[int, Field(ge=0)] = 2048
+    """Prompt tokens that a decode worker may have to compute at once, those of the request included. 0: none. More lets
+    longer prompts stay where their beginning is cached, and disturbs streams for longer."""
+    stream_weight: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.1
+    """What a second counts by which one running stream is delayed, against a second until the first token of the
+    request that delays it. 1 minimises the sum of all delays; but text is read slowly, so a short pause in it is less
+    bad than a late start."""
+
+
+class AdmissionSection(Section):
+    """Requests that wait in the router until it is their turn: the clients that have had least first, and of one client
+    the most urgent and the shortest. Those that would wait too long are refused at once (HTTP 503, `UNAVAILABLE`) and
+    told when to come again."""
+
+    max_waiting: Annotated[int, Field(ge=1)] = 512
+    """Prompts that wait at most. One more ends the last one of the client that has most waiting."""
+    max_ttft_s: Seconds = 60.0
+    """A request whose first token is expected later than this is refused. Short keeps waits short and refuses more.
+    One that can be started at once is served however long that takes; one that is long by itself may take twice it."""
+    ahead_s: Seconds = 0.25
+    """Work that a worker is given in advance, in seconds as predicted: enough that it never stands still while the
+    router hears of it. With more the order is decided by workers, which do not know whose a request is."""
 
 
 class RouterSection(Section):
@@ -134,6 +220,8 @@ class RouterSection(Section):
     off."""
     http_max_body_bytes: Bytes = Field(default=32 << 20, ge=1024)
     """Longest body of an HTTP request: a prompt of `max_prompt_bytes`, escaped, and the rest."""
+    http_max_head_bytes: Bytes = Field(default=64 << 10, ge=1024, le=16 << 20)
+    """Longest request line and headers of an HTTP request."""
     http_head_timeout_s: Seconds = 10.0
     """How long the request line and headers may take to arrive. A connection that has not sent them by then is closed,
     so that slow senders cannot collect connections."""
@@ -146,25 +234,75 @@ class RouterSection(Section):
     http_write_timeout_s: Seconds = 30.0
     """A client that takes nothing of its answer for so long is cut off. Output it has not taken counts towards
     `max_unread_tokens` meanwhile."""
+    http_max_connections: Annotated[int, Field(ge=1)] = 12_000
+    """HTTP connections at once, cut to what the process may have open. One more closes the one that has been without a
+    request for the longest time, and is refused with 503 if all are busy. An idle one takes about 20 KiB."""
+    http_max_connections_per_peer: Annotated[int, Field(ge=1)] | None = None
+    """The same for one network address. Default: no bound of its own, as a gateway in front is one address."""
+    grpc_max_message_bytes: Bytes = Field(default=32 << 20, ge=64 << 10, le=1 << 30)
+    """Longest message of a gRPC client: a prompt of `max_prompt_bytes` and the rest."""
+    grpc_max_connections: Annotated[int, Field(ge=1)] = 4096
+    """gRPC connections at once; one more is closed."""
+    grpc_max_streams_per_connection: Annotated[int, Field(ge=1)] = 1024
+    """Calls at once on one gRPC connection; clients keep further ones back by themselves."""
+    grpc_min_ping_interval_s: Seconds = 5.0
+    """A client that pings more often than this, three times in a row, loses its connection ("too many pings")."""
+    keys_file: str | None = None
+    """Keys of clients, made by `pdserve keys new`: every call but health checks then needs one of them. Read again when
+    it is replaced. Default: everybody who reaches the port may use it."""
+    max_requests_per_key: Annotated[int, Field(ge=1)] | None = None
+    """Requests in progress at once for one client: its bearer token, or its network address if it sends none. One more
+    is refused with RESOURCE_EXHAUSTED. A request counts once, whatever its `n`. Default: no bound but
+    `max_active_requests`. A key of `keys_file` may have a bound of its own. Without that file tokens are not verified,
+    so this shares out, and keeps nobody off."""
     default_max_tokens: Annotated[int, Field(ge=1)] = 512
     """Output bound of a request that sets none, cut to what the context leaves. A bound and not "the rest of the
     context": a runaway answer would push others out of its decode worker's pool."""
     max_active_requests: Annotated[int, Field(ge=1)] = 1024
-    """Requests in progress at once; one more is refused with RESOURCE_EXHAUSTED."""
+    """Requests in progress at once, waiting ones included. One more ends one that waits, of a client that has more than
+    its share of them, or is refused with UNAVAILABLE."""
     max_prompt_bytes: Bytes = Field(default=16 << 20, ge=1)
     """Longest prompt text."""
+    max_prompt_tokens: Annotated[int, Field(ge=1)] | None = None
+    """Longest prompt in tokens. Default: what the model and the workers' KV pools can hold."""
+    max_outputs: Annotated[int, Field(ge=1, le=128)] = 128
+    """Outputs of one request: its `n`, over all of its prompts."""
+    max_logprobs: Annotated[int, Field(ge=0, le=20)] = 20
+    """Most likely tokens that a request may ask for at each place. They cost more to send than the tokens do."""
     max_stop_strings: Annotated[int, Field(ge=0)] = 16
     """Stop strings per request."""
+    tool_format: Literal["auto", "hermes", "json"] = "auto"
+    """How the model writes calls of functions. `hermes`: JSON objects between <tool_call> and </tool_call>, as Qwen 2.5
+    and 3 do. `json`: JSON objects and nothing else, as Llama 3 does. `auto` goes by the model's chat template; a model
+    whose template knows nothing of functions is told of them, and of `hermes`, in the system message."""
+    vllm_metrics: bool = True
+    """Whether /metrics also has the most important metrics under vLLM's names, for endpoint pickers of the Gateway API,
+    autoscalers and dashboards that were made for it."""
+    vllm_grpc: bool = False
+    """Serve `vllm.grpc.engine.VllmEngine` as well, on the port of the gRPC API, for gateways that speak it to vLLM.
+    Needs the extra `vllm-grpc`."""
     max_attempts: Annotated[int, Field(ge=1, le=100)] = 3
     """Attempts per request, the first one included, when workers are lost or refuse."""
     default_deadline_s: Seconds = 600.0
     """Deadline of a request whose client set none."""
-    worker_wait_s: Annotated[float, Field(ge=0, le=3600, allow_inf_nan=False)] = 5.0
+    worker_wait_s: Annotated[float, Field(ge=0, le=3600, allow_inf_nan=False)] = 15.0
     """How long a request waits for a usable pair of workers before it is refused with UNAVAILABLE."""
     max_unread_tokens: Annotated[int, Field(ge=1)] = 4096
     """Output tokens kept for a client that does not read them; with more its request fails with RESOURCE_EXHAUSTED."""
+    resume_s: Seconds = 10.0
+    """How long a request whose client asked for it (`resumable`) goes on while nobody reads it."""
+    retain_s: Annotated[float, Field(ge=0, le=86400, allow_inf_nan=False)] = 60.0
+    """How long the result of a request can be read again after its end, by a client that has lost the connection. 0
+    keeps none."""
+    retain_requests: Annotated[int, Field(ge=0)] = 4096
+    """Results kept at most; the oldest go first. So it is with `retain_bytes`."""
+    retain_bytes: Bytes = Field(default=64 << 20, ge=0)
+    """Memory for those results: about 12 bytes per token, much more with log-probabilities."""
     drain_timeout_s: Seconds = 30.0
     """How long a stopping router lets its requests finish."""
+    local_prefill: LocalPrefillSection = LocalPrefillSection()
+    admission: AdmissionSection = AdmissionSection()
+    """Prompts that are computed by decode workers."""
 
     @property
     def http_listen(self) -> str | None:
@@ -186,6 +324,9 @@ class WorkerSection(Section):
     """host:port under which routers and other workers reach this one. Default: the address it listens on."""
     drain_timeout_s: Seconds = 30.0
     """How long a stopping worker lets its requests finish."""
+    metrics_listen: Address | None = None
+    """host:port of an HTTP server that answers GET /metrics, for Prometheus. Port 0 takes a free one. Default: none,
+    and with `pdserve up` a free port of 127.0.0.1. A router has /metrics on its HTTP port."""
 
 
 class PrefillSection(WorkerSection):
@@ -205,6 +346,15 @@ class DecodeSection(WorkerSection):
     reserve_tokens: Annotated[int, Field(ge=0)] = 64
     """Output tokens for which a new sequence gets blocks at once. Few let more sequences in; when many of them turn out
     long, the youngest give up their blocks and compute them again later. More than any `max_tokens` never preempts."""
+    local_prefill_tokens_per_step: Annotated[int, Field(ge=0)] = 64
+    """Tokens of prompts that this worker computes itself in a step that also has tokens of running sequences, which are
+    delayed by them: few keep the pauses between their tokens short, many compute a prompt sooner. 0: it takes hand-offs
+    only, and a cluster needs prefill workers."""
+    max_batch_tokens: Annotated[int, Field(ge=16)] = 256
+    """The same for a step without running sequences. One that joins meanwhile waits for the end of that step."""
+    max_waiting: Annotated[int, Field(ge=1)] = 256
+    """Outputs whose prompts it is to compute and that wait for room; one more is refused, and the router tries
+    elsewhere."""
 
 
 class TransferSection(Section):
@@ -284,8 +434,9 @@ class LogSection(Section):
 class LocalSection(Section):
     """What `pdserve up` and `pdserve demo` start on this machine."""
 
-    prefill_workers: Annotated[int, Field(ge=1, le=64)] = 1
-    """Prefill worker processes."""
+    prefill_workers: Annotated[int, Field(ge=0, le=64)] = 1
+    """Prefill worker processes. 0: the decode workers compute the prompts as well, as one server that is not split
+    does."""
     decode_workers: Annotated[int, Field(ge=1, le=64)] = 1
     """Decode worker processes."""
     start_timeout_s: Seconds = 120.0
@@ -301,6 +452,7 @@ class Config(Section):
     engine: EngineSection = EngineSection()
     kv: KvSection = KvSection()
     store: StoreSection = StoreSection()
+    tls: TlsSection = TlsSection()
     router: RouterSection = RouterSection()
     prefill: PrefillSection = PrefillSection()
     decode: DecodeSection = DecodeSection()
@@ -308,3 +460,27 @@ class Config(Section):
     health: HealthSection = HealthSection()
     log: LogSection = LogSection()
     local: LocalSection = LocalSection()
+
+    @model_validator(mode="after")
+    def _somebody_computes_prompts(self) -> Config:
+        if self.local.prefill_workers == 0 and self.decode.local_prefill_tokens_per_step == 0:
+            raise ValueError(
+                "local.prefill_workers: 0 leaves nobody to compute prompts, since the decode workers have "
+                "decode.local_prefill_tokens_per_step: 0"
+            )
+        return self
+
+    @property
+    def transports(self) -> tuple[str, ...]:
+        """Those of `transfer.transports` that may be used."""
+        wanted = self.transfer.transports
+        return wanted if self.tls.internal is None else tuple(name for name in wanted if name in PRIVATE_TRANSPORTS)
+
+    @model_validator(mode="after")
+    def _check_transports(self) -> Self:
+        if not self.transports:
+            raise ValueError(
+                f"transfer.transports: with tls.internal at least one of {', '.join(PRIVATE_TRANSPORTS)} is needed, as "
+                "the others are not encrypted"
+            )
+        return self

@@ -7,7 +7,7 @@ an engine moves it to its device. Building a batch touches no token in Python.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -24,6 +24,9 @@ IntArray = npt.NDArray[np.int32]
 LongArray = npt.NDArray[np.int64]
 FloatArray = npt.NDArray[np.float32]
 
+TokenMask = npt.NDArray[np.uint32]
+"""[ceil(V / 32)] bit i % 32 of word i // 32 is set if token i may be drawn; at least one is."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampleRequest:
@@ -36,19 +39,30 @@ class SampleRequest:
     """Bias and penalties of this very token; None if there are none."""
     num_logprobs: int | None = None
     """Report the log-probability of the token, and of so many of the most likely ones; None: nothing."""
+    allowed: Callable[[], TokenMask] | None = None
+    """Which tokens may be drawn at all; None: any. Called when the logits are there, on the engine's thread, so that it
+    may be worked out while the model computes."""
 
     @classmethod
-    def for_job(cls, job: GenerationJob, output_index: int, edits: SequenceEdits | None) -> SampleRequest:
+    def for_job(
+        cls,
+        job: GenerationJob,
+        output_index: int,
+        edits: SequenceEdits | None,
+        allowed: Callable[[], TokenMask] | None = None,
+    ) -> SampleRequest:
         """The request for output token number `output_index` (from 0) of `job`: no stop id before `min_new_tokens`.
 
-        `edits` is `SequenceEdits.for_job`, and has observed every output token before this one.
+        `edits` is `SequenceEdits.for_job`, and has observed every output token before this one. `allowed` is what the
+        job's grammar allows there, which takes account of stop ids itself.
         """
-        forbidden = job.stop_token_ids if output_index < job.min_new_tokens else ()
+        forbidden = job.stop_token_ids if allowed is None and output_index < job.min_new_tokens else ()
         return cls(
             params=job.sampling,
             forbidden_token_ids=forbidden,
             edits=None if edits is None else edits.row(),
             num_logprobs=job.num_logprobs,
+            allowed=allowed,
         )
 
 
@@ -80,8 +94,9 @@ class SequenceChunk:
     """Position of the first of them; the K/V of all earlier positions is already in the blocks."""
     block_table: Sequence[int] | IntArray
     """Blocks of the sequence in order of position; they must reach to the end of the chunk."""
-    sample: SampleRequest | None = None
-    """How to draw the next token; None while more of the prompt is to come."""
+    samples: tuple[SampleRequest, ...] = ()
+    """How to draw the next token, once for each output that goes on from here; empty while more of the prompt is to
+    come."""
     score: ScoreRequest | None = None
     """What to report of the prompt; None if nothing was asked for."""
 
@@ -110,6 +125,10 @@ class SamplingBatch:
     """Bias and penalties; they come before what is forbidden."""
     num_logprobs: IntArray
     """[R] how many of the most likely tokens to report beside the drawn one; -1 reports nothing."""
+    masked_rows: LongArray
+    """[M] entries, ascending, that may draw some tokens only; see `masks`."""
+    allowed: tuple[Callable[[], TokenMask], ...]
+    """[M] which they are."""
 
     def __len__(self) -> int:
         return len(self.temperature)
@@ -123,6 +142,11 @@ class SamplingBatch:
     def logprob_rows(self) -> LongArray:
         """[N] entries, ascending, whose log-probabilities are to be reported."""
         return np.flatnonzero(self.num_logprobs >= 0)
+
+    def masks(self) -> npt.NDArray[np.uint32]:
+        """[M, ceil(V / 32)] the tokens that entries of `masked_rows` may draw. M is not 0. Waits until they are known;
+        to be called as late as possible, after bias and penalties and together with what is forbidden."""
+        return np.stack([mask() for mask in self.allowed])
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -157,7 +181,7 @@ class Batch:
     context_lens: IntArray
     """[num_seqs] tokens of each sequence, this chunk included."""
     logit_rows: IntArray
-    """[R] query tokens, ascending, that are followed by a token to draw. At most one per sequence today."""
+    """[R] query tokens, ascending, that are followed by a token to draw; as often as one is drawn after it."""
     sampling: SamplingBatch
     scoring: ScoringBatch
 
@@ -178,7 +202,7 @@ class Batch:
 
 
 def build_batch(chunks: Sequence[SequenceChunk], block_size: int) -> Batch:
-    """Pack `chunks` in the order given; results come in the order of the chunks that have a `sample`.
+    """Pack `chunks` in the order given; results come in the order of their `samples`.
 
     An empty chunk, or a block table that is too short, is a bug of the scheduler and fails an assertion.
     """
@@ -202,7 +226,7 @@ def build_batch(chunks: Sequence[SequenceChunk], block_size: int) -> Batch:
     block, offset = np.divmod(positions, block_size)
     slots = block_tables[sequence, block].astype(np.int64) * block_size + offset
 
-    sampled = np.array([i for i, chunk in enumerate(chunks) if chunk.sample is not None], dtype=np.int64)
+    sampled = np.repeat(np.arange(len(chunks)), [len(chunk.samples) for chunk in chunks])
     return Batch(
         token_ids=np.concatenate(tokens),
         positions=positions.astype(np.int32),
@@ -211,7 +235,7 @@ def build_batch(chunks: Sequence[SequenceChunk], block_size: int) -> Batch:
         block_tables=block_tables,
         context_lens=context_lens.astype(np.int32),
         logit_rows=cu_seqlens[sampled + 1] - 1,
-        sampling=_sampling_batch([c.sample for c in chunks if c.sample is not None], context_lens[sampled]),
+        sampling=_sampling_batch([sample for chunk in chunks for sample in chunk.samples], context_lens[sampled]),
         scoring=_scoring_batch([(int(cu_seqlens[i]), c.score) for i, c in enumerate(chunks) if c.score is not None]),
     )
 
@@ -230,6 +254,8 @@ def _sampling_batch(requests: Sequence[SampleRequest], positions: LongArray) -> 
         forbidden_ids=np.array([i for request in requests for i in request.forbidden_token_ids], dtype=np.int64),
         edits=LogitEdits.pack([request.edits for request in requests]),
         num_logprobs=np.array([-1 if r.num_logprobs is None else r.num_logprobs for r in requests], dtype=np.int32),
+        masked_rows=np.array([i for i, r in enumerate(requests) if r.allowed is not None], dtype=np.int64),
+        allowed=tuple(r.allowed for r in requests if r.allowed is not None),
     )
 
 

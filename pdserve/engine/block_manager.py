@@ -3,7 +3,7 @@
 Knows nothing of tensors, requests or time. A block is in exactly one of three places:
 
     free      nobody holds it and nobody wants what is in it
-    cached    nobody holds it, but its content has a name (`block_hash.py`) by which it can be found again
+    cached    nobody holds it, but its content has a name (`pdserve/block_hash.py`) by which it can be found again
     used      one or more holders
 
     free ──allocate──▶ used ──last free──▶ cached (has a name) ──found by name──▶ used
@@ -19,8 +19,19 @@ it belongs to the one task that owns the scheduler's state.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from typing import Protocol
+
+
+class NameListener(Protocol):
+    """Hears which names can be found, one call for each change. Called in the middle of things: it only takes note."""
+
+    def stored(self, name: bytes) -> None:
+        """`name` could not be found before and can be now."""
+
+    def removed(self, name: bytes) -> None:
+        """`name` could be found before and cannot be now."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,9 +58,10 @@ class BlockManager:
     same warm memory, and the untouched rest of a lazily mapped pool costs nothing until the cache needs it.
     """
 
-    def __init__(self, num_blocks: int) -> None:
+    def __init__(self, num_blocks: int, listener: NameListener | None = None) -> None:
         assert num_blocks > 0, "a pool without blocks serves nothing"
         self.num_blocks = num_blocks
+        self._listener = listener
         self._free_ids = list(range(num_blocks - 1, -1, -1))
         self._ref_counts = [0] * num_blocks
         self._block_of: dict[bytes, int] = {}
@@ -78,6 +90,11 @@ class BlockManager:
     def num_available(self) -> int:
         """Blocks that an allocation may take."""
         return len(self._free_ids) + len(self._cached)
+
+    @property
+    def names(self) -> Collection[bytes]:
+        """Names of all blocks that can be found, in no order. A view: it changes with the next call."""
+        return self._block_of.keys()
 
     def allocate(self, n: int, *, prefix: Sequence[bytes] = (), keep: int = 0) -> Blocks | None:
         """`n` blocks with one reference each. None means "not now" and changes nothing.
@@ -117,6 +134,19 @@ class BlockManager:
             held.append(block_id)
         return Blocks(tuple(held), len(held))
 
+    def fork(self, blocks: Blocks, num_shared: int, num_new: int) -> Blocks | None:
+        """One more reference to each of the first `num_shared` of `blocks`, and `num_new` blocks behind them.
+
+        None means "not now" and changes nothing.
+        """
+        own = self.allocate(num_new)
+        if own is None:
+            return None
+        shared = blocks.ids[:num_shared]
+        for block_id in shared:
+            self._ref_counts[block_id] += 1
+        return Blocks((*shared, *own.ids), num_shared)
+
     def _take(self) -> int:
         """A block nobody holds, with one reference and no name."""
         if self._free_ids:
@@ -124,7 +154,10 @@ class BlockManager:
         else:
             block_id = next(iter(self._cached))
             del self._cached[block_id]
-            del self._block_of[self._name_of.pop(block_id)]
+            name = self._name_of.pop(block_id)
+            del self._block_of[name]
+            if self._listener is not None:
+                self._listener.removed(name)
         self._ref_counts[block_id] = 1
         return block_id
 
@@ -143,6 +176,8 @@ class BlockManager:
             if name not in self._block_of and block_id not in self._name_of:
                 self._block_of[name] = block_id
                 self._name_of[block_id] = name
+                if self._listener is not None:
+                    self._listener.stored(name)
 
     def free(self, blocks: Blocks, names: Sequence[bytes] = ()) -> None:
         """Give back one reference to each of `blocks`. Freeing what nobody holds is a bug and changes nothing.

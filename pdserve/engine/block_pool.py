@@ -114,6 +114,13 @@ class StagedBlockStore:
             part.index_copy_(0, self._index(blocks), arrived.view(part.dtype).view(shape))
             self._staging.wait()
 
+    def copy(self, source: int, destination: int) -> None:
+        """See `KvBlockStore`. It does not leave the device."""
+        check_range(self.layout, self._pool.num_blocks, (source, destination), 0, self.layout.num_layers, None)
+        with self._staging.transferring():
+            self._pool.kv[destination].copy_(self._pool.kv[source], non_blocking=True)
+            self._staging.wait()
+
     def _index(self, blocks: Sequence[int]) -> torch.Tensor:
         index = self._staging.host_buffer((len(blocks),))
         index.numpy()[...] = blocks

@@ -68,6 +68,11 @@ class HostBlockStore:
         for block, piece in zip(blocks, source, strict=True):
             self._words[block, layer_begin:layer_end, :, begin:end] = piece
 
+    def copy(self, source: int, destination: int) -> None:
+        """See `KvBlockStore`."""
+        check_range(self._layout, len(self._words), (source, destination), 0, self._layout.num_layers, None)
+        self._words[destination] = self._words[source]
+
 
 def check_range(
     layout: KvLayout,

@@ -1,6 +1,7 @@
 """Batched sampling in torch: greedy, temperature, top-k, top-p, min-p, with stateless seeded noise.
 
-Bias and penalties come first (`logit_edits.py`), then forbidden tokens, which nothing can bring back.
+Bias and penalties come first (`logit_edits.py`), then forbidden tokens and masks, from which nothing can bring a token
+back: its logit is -inf.
 
 Filters apply in the order temperature, top-k, top-p (over the renormalised rest of top-k), min-p (relative to the
 most likely token): the order of transformers. Each filter is a threshold on the logit, so tokens with equal logits
@@ -52,6 +53,8 @@ def sample(
     if len(sampling.forbidden_ids):
         rows, ids = upload(sampling.forbidden_rows, logits.device), upload(sampling.forbidden_ids, logits.device)
         logits.index_put_((rows, ids), logits.new_full((), -torch.inf))
+    if len(sampling.masked_rows):
+        _mask(logits, sampling)
     greedy = sampling.is_greedy
     if greedy.all():
         return to_host(logits.argmax(dim=-1))
@@ -91,6 +94,15 @@ def _edit(logits: torch.Tensor, edits: LogitEdits) -> None:
     x = logits[where] + terms[BIAS]
     x = torch.where(x > 0, x / terms[REPETITION], x * terms[REPETITION]).clamp(-LARGEST_LOGIT, LARGEST_LOGIT)
     logits.index_put_(where, x - terms[SUBTRACT])
+
+
+def _mask(logits: torch.Tensor, sampling: SamplingBatch) -> None:
+    """Leave the masked rows nothing but what they may draw."""
+    words = upload(sampling.masks().view(np.int32), logits.device)
+    bits = torch.arange(32, dtype=torch.int32, device=logits.device)
+    allowed = ((words[:, :, None] >> bits) & 1).reshape(len(words), -1)[:, : logits.shape[1]]
+    rows = upload(sampling.masked_rows, logits.device)
+    logits[rows] = logits[rows].masked_fill(allowed == 0, -torch.inf)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -165,7 +177,7 @@ def _draw_filtered(group: _Rows, num_candidates: int) -> torch.Tensor:
     scaled = group.scale(candidates)
     # Places of candidates in their row: 0 ... k-1 | k ... K-1; the k-th best sets the threshold of top-k.
     kth = candidates.gather(1, group.top_k.clamp(max=num_candidates) - 1)
-    keep = candidates >= kth
+    keep = (candidates >= kth) & (candidates > -torch.inf)
 
     mass = _mass(scaled).masked_fill(~keep, 0)
     total = mass.sum(dim=-1, keepdim=True)

@@ -3,15 +3,19 @@
 A sequence has room for some tokens, in blocks. The first `num_final` tokens have their KV there; full blocks below that
 are published, so that later sequences with the same beginning share them instead of computing or receiving them again.
 Full and final blocks only are ever shared, and nobody writes below `num_final`: a shared block is never written to.
+
+Branches of one sequence share the blocks that it fills, and each has blocks of its own behind them. That is arranged
+before the KV is there, so that there is room for all of them or for none; the part of a block with which the sequence
+ends is then copied into the first block of each branch that is its own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-from pdserve.engine.block_hash import BlockHasher, BlockHashes
-from pdserve.engine.block_manager import BlockManager, Blocks
+from pdserve.block_hash import BlockHasher, BlockHashes
+from pdserve.engine.block_manager import BlockManager, Blocks, NameListener
 from pdserve.types import HandoffId
 
 
@@ -26,10 +30,11 @@ class _Entry:
 class SequenceBlocks:
     """All sequences of one worker that hold blocks."""
 
-    def __init__(self, num_blocks: int, hasher: BlockHasher) -> None:
+    def __init__(self, num_blocks: int, hasher: BlockHasher, listener: NameListener | None = None) -> None:
+        """`listener` hears which blocks can be found by name."""
         self.block_size = hasher.block_size
         self._hasher = hasher
-        self._manager = BlockManager(num_blocks)
+        self._manager = BlockManager(num_blocks, listener)
         self._entries: dict[HandoffId, _Entry] = {}
 
     @property
@@ -61,9 +66,17 @@ class SequenceBlocks:
         """Blocks that `num_tokens` tokens occupy."""
         return -(-num_tokens // self.block_size)
 
-    def chain(self) -> BlockHashes:
-        """What `open` needs for a new sequence. Keep it: opening the sequence again then hashes nothing twice."""
-        return self._hasher.chain()
+    @property
+    def names(self) -> Collection[bytes]:
+        """Names of all blocks that can be found here, in no order. A view: it changes with the next call."""
+        return self._manager.names
+
+    def chain(self, salt: str = "") -> BlockHashes:
+        """What `open` needs for a new sequence. Keep it: opening the sequence again then hashes nothing twice.
+
+        With a `salt` the prefix cache is shared with sequences of the same salt alone.
+        """
+        return self._hasher.chain(salt)
 
     def open(
         self,
@@ -88,6 +101,28 @@ class SequenceBlocks:
             return None
         self._entries[key] = _Entry(blocks, hashes, names[: blocks.num_found])
         return blocks.num_found * self.block_size
+
+    def fork(self, key: HandoffId, of: HandoffId, hashes: BlockHashes, *, num_tokens: int, room: int) -> bool:
+        """Give `key` blocks for `room` tokens, of which the first `num_tokens` are also those of sequence `of`.
+
+        The blocks that they fill are shared with it, and must get their KV before `key` is computed. The others are
+        new; see `tail`. False means "not now" and changes nothing.
+        """
+        assert key not in self._entries, f"{key} has blocks already"
+        entry = self._entries[of]
+        num_shared = num_tokens // self.block_size
+        assert num_shared <= len(entry.blocks), f"{of} has no room for {num_tokens} tokens"
+        blocks = self._manager.fork(entry.blocks, num_shared, self.blocks_for(max(room, num_tokens)) - num_shared)
+        if blocks is None:
+            return False
+        self._entries[key] = _Entry(blocks, hashes, entry.final_names[:num_shared])
+        return True
+
+    def tail(self, key: HandoffId, of: HandoffId, num_tokens: int) -> tuple[int, int] | None:
+        """The block of `of` that the last of the `num_tokens` tokens shared with `key` do not fill, and the block of
+        `key` into which it has to be copied. None if there is none."""
+        num_shared, rest = divmod(num_tokens, self.block_size)
+        return (self.ids(of)[num_shared], self.ids(key)[num_shared]) if rest else None
 
     def num_cached_tokens(self, names: Sequence[bytes]) -> int:
         """Leading tokens of a sequence, whose full blocks have these names, that have their KV here."""

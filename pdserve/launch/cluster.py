@@ -16,8 +16,9 @@ from typing import Any, Self
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from pdserve.addresses import dialable, reserve
+from pdserve.addresses import Reservation, dialable
 from pdserve.client import Client
+from pdserve.client.access import API_KEY, CA_FILE, SYSTEM, Access
 from pdserve.config import Config
 from pdserve.config.schema import RouterSection
 from pdserve.errors import CancelledError, ConfigError, PdServeError, StoreError, WorkerLostError
@@ -35,6 +36,9 @@ ABORT_S = 0.5
 """What a process may take to end that has nothing to finish."""
 HURRY_S = 2.0
 """What is left to a process once the caller is in a hurry."""
+
+METRICS_LISTEN = "127.0.0.1:0"
+"""Where a worker answers Prometheus if the configuration does not say."""
 
 EMBEDDED = "embedded"
 
@@ -65,8 +69,11 @@ class LocalCluster:
         log_format: str = "json",
         sink: LineSink | None = None,
         progress: Callable[[str], None] = _ignore,
+        access: Access | None = None,
     ) -> None:
         """`sink` gets every line that the processes write, `progress` what the cluster itself has to tell.
+
+        `access` is how to get into the router, to see when the workers are ready; by default as the environment says.
 
         `log_format` is used where the configuration says `auto`, because the children write into pipes.
         """
@@ -74,10 +81,13 @@ class LocalCluster:
         self._log_format = chosen_format(config, log_format)
         self._sink = sink
         self._progress = progress
+        self._access = access or Access.from_environment()
         self._redis: EmbeddedRedis | None = None
         self._processes: dict[str, ManagedProcess] = {}
         self._restarts: dict[str, RestartPolicy] = {}
         self._due: dict[str, float] = {}
+        self._reservations: list[Reservation] = []
+        """Ports of the router, and for metrics of the workers, kept for as long as they may be started again."""
         self.listen = ""
         """host:port on which the router listens; set by `start`."""
         self.http_listen: str | None = None
@@ -99,6 +109,27 @@ class LocalCluster:
     def processes(self) -> Sequence[ManagedProcess]:
         """Router, prefill workers, decode workers; not the redis server."""
         return tuple(self._processes.values())
+
+    @property
+    def metrics_addresses(self) -> dict[str, str]:
+        """host:port by name of the process, of those that answer GET /metrics on a port that is known."""
+        found = {p.name: self.http_listen if p.role == "router" else p.plan.metrics_listen for p in self.processes}
+        return {name: dialable(listen) for name, listen in found.items() if listen is not None and listen[-2:] != ":0"}
+
+    @property
+    def secured(self) -> bool:
+        """Whether the router asks for TLS or a key."""
+        return self.config.tls.public is not None or self.config.router.keys_file is not None
+
+    def metrics_scheme(self, name: str) -> str:
+        """`http` or `https`: how the process of this name answers at its address of `metrics_addresses`."""
+        tls = self.config.tls
+        section = tls.public if self._processes[name].role == "router" else tls.internal
+        return "http" if section is None else "https"
+
+    def connect(self, *, timeout_s: float | None = None) -> Client:
+        """A client of the router."""
+        return Client(self.address, timeout_s=timeout_s, tls=self._access.tls, api_key=self._access.api_key)
 
     def process(self, name: str) -> ManagedProcess:
         """The process with this worker id (or the router's). Raises KeyError."""
@@ -122,9 +153,26 @@ class LocalCluster:
             self._abort()
             raise
 
+    def _require_access(self) -> None:
+        """Raises ConfigError where the router would not let this process in, which could then never tell when it is
+        ready."""
+        if self.config.router.keys_file is not None and self._access.api_key is None:
+            raise ConfigError(f"{API_KEY}: router.keys_file asks for a key, also of who starts the cluster; set one")
+        if (self.config.tls.public is None) != (self._access.tls is None):
+            raise ConfigError(
+                f"{CA_FILE}: tls.public is set, so this needs the authority of that certificate (`{SYSTEM}` for the "
+                "public ones)"
+                if self._access.tls is None
+                else f"{CA_FILE}: it is set, but tls.public is not"
+            )
+
     def _start(self, stopping: threading.Event) -> None:
-        self.listen = reserve(self.config.router.listen, "router.listen")
-        self.http_listen = reserve_http(self.config.router, self.listen)
+        self._require_access()
+        self._reservations.append(Reservation(self.config.router.listen, "router.listen"))
+        self.listen = self._reservations[0].listen
+        if (http := reserve_http(self.config.router, self.listen)) is not None:
+            self._reservations.append(http)
+            self.http_listen = http.listen
         if self.config.store.url == EMBEDDED:
             self._progress("starting an embedded redis server")
             self._redis = EmbeddedRedis()
@@ -135,12 +183,16 @@ class LocalCluster:
             self.redis_url = self._redis.url
         else:
             self.redis_url = self.config.store.url
+        local = self.config.local
+        metrics = [Reservation(METRICS_LISTEN, "metrics") for _ in range(local.prefill_workers + local.decode_workers)]
+        self._reservations += metrics
         plans = plan_processes(
             self.config,
             store_url=self.redis_url,
             router_address=self.listen,
             http_port=None if self.http_listen is None else int(self.http_listen.rsplit(":", 1)[1]),
             log_format=self._log_format,
+            metrics_listen=[reservation.listen for reservation in metrics],
         )
         for plan in plans:
             self._processes[plan.name] = ManagedProcess(plan, self._sink)
@@ -152,7 +204,7 @@ class LocalCluster:
         timeout_s = self.config.local.start_timeout_s
         deadline = time.monotonic() + timeout_s
         told: set[str] = set()
-        with Client(self.address, timeout_s=1.0) as client:
+        with self.connect(timeout_s=1.0) as client:
             while True:
                 for process in self.processes:
                     if not process.running:
@@ -185,7 +237,7 @@ class LocalCluster:
         return waiting if waiting or self._router_ready() else routers
 
     def _router_ready(self) -> bool:
-        with grpc.insecure_channel(self.address) as channel:
+        with self._channel() as channel:
             # The published types of this stub leave its methods out.
             health: Any = health_pb2_grpc.HealthStub(channel)
             try:
@@ -194,8 +246,16 @@ class LocalCluster:
                 return False
         return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
 
+    def _channel(self) -> grpc.Channel:
+        tls = self._access.tls
+        if tls is None:
+            return grpc.insecure_channel(self.address)
+        named = () if tls.server_name is None else (("grpc.ssl_target_name_override", tls.server_name),)
+        return grpc.secure_channel(self.address, tls.credentials(), options=named)
+
     def supervise(self, stopping: threading.Event) -> None:
-        """Start processes again that end by themselves, with growing delays, until `stopping` is set.
+        """Start processes again that have ended, until `stopping` is set: at once after a clean end, with growing
+        delays after others.
 
         The embedded redis server is started again at once, empty: workers register again by themselves. Raises
         WorkerLostError when a process ends too often, and StoreError when redis does not come up again.
@@ -209,6 +269,10 @@ class LocalCluster:
                         del self._due[name]
                         self._processes[name] = ManagedProcess(process.plan, self._sink)
                         self._progress(f"{name} started again (pid {self._processes[name].pid})")
+                elif process.exit_code == 0:
+                    # Told to end, by `pdserve drain` or a signal, which is no failure of its.
+                    self._progress(f"{name} has stopped, starting it again")
+                    self._due[name] = now
                 elif not process.running:
                     delay = self._restarts[name].ended(now - process.started)
                     if delay is None:
@@ -234,7 +298,14 @@ class LocalCluster:
             _stop_group(self.processes, ABORT_S, threading.Event())
             self._processes.clear()
         finally:
-            self._close_redis()
+            self._release()
+
+    def _release(self) -> None:
+        """Give the ports back and end redis."""
+        for reservation in self._reservations:
+            reservation.close()
+        self._reservations.clear()
+        self._close_redis()
 
     def _close_redis(self) -> None:
         if self._redis is not None:
@@ -265,7 +336,7 @@ class LocalCluster:
         try:
             return self.stop_processes(hurry=hurry)
         finally:
-            self._close_redis()
+            self._release()
 
     def __enter__(self) -> Self:
         self.start()
@@ -280,19 +351,26 @@ class LocalCluster:
             self._abort()
 
 
-def reserve_http(router: RouterSection, taken: str) -> str | None:
+def reserve_http(router: RouterSection, taken: str) -> Reservation | None:
     """Where HTTP will listen, which is not `taken`. Raises ConfigError if a port that was asked for is in use."""
     listen = router.http_listen
     if listen is None:
         return None
+    any_port = f"{listen.rsplit(':', 1)[0]}:0"
     try:
-        found = reserve(listen, "router.http_port")
+        found = Reservation(listen, "router.http_port")
     except ConfigError:
         if router.http_port != "auto":
             raise
-        found = taken
-    while found == taken:
-        found = reserve(f"{listen.rsplit(':', 1)[0]}:0", "router.http_port")
+        return Reservation(any_port, "router.http_port")
+    if found.listen == taken:
+        found.close()
+        if router.http_port != "auto":
+            raise ConfigError(
+                f"router.http_port: {found.port} is the port of router.listen; choose another",
+                field="router.http_port",
+            )
+        found = Reservation(any_port, "router.http_port")
     return found
 
 

@@ -23,11 +23,24 @@ class ProcessPlan:
     """Subcommand of `pdserve` that runs it."""
     config: Config
 
+    @property
+    def metrics_listen(self) -> str | None:
+        """host:port where a worker answers GET /metrics; None for a router, which does so on its HTTP port."""
+        sections = {str(Role.PREFILL): self.config.prefill, str(Role.DECODE): self.config.decode}
+        return sections[self.command].metrics_listen if self.command in sections else None
+
 
 def plan_processes(
-    config: Config, *, store_url: str, router_address: str, http_port: int | None, log_format: str
+    config: Config,
+    *,
+    store_url: str,
+    router_address: str,
+    http_port: int | None,
+    log_format: str,
+    metrics_listen: Sequence[str] = (),
 ) -> list[ProcessPlan]:
-    """The router first, then prefill workers, then decode workers. `http_port` is the router's.
+    """The router first, then prefill workers, then decode workers. `http_port` is the router's, `metrics_listen` an
+    address for each worker, which takes it unless its configuration names one; none if empty.
 
     Threads are shared out among the workers unless `engine.threads` is set, and CPUs as `engine.pin_threads` says.
     Raises ConfigError for settings that only one worker can have when several are wanted.
@@ -46,10 +59,11 @@ def plan_processes(
     router = config.router.model_copy(
         update={"listen": router_address, "http_port": http_port, "router_id": router_name}
     )
+    prefill_metrics, decode_metrics = metrics_listen[: local.prefill_workers], metrics_listen[local.prefill_workers :]
     plans = [
         ProcessPlan(name=router_name, command="router", config=shared.model_copy(update={"router": router})),
-        *_workers(shared, Role.PREFILL, config.prefill, local.prefill_workers),
-        *_workers(shared, Role.DECODE, config.decode, local.decode_workers),
+        *_workers(shared, Role.PREFILL, config.prefill, local.prefill_workers, prefill_metrics),
+        *_workers(shared, Role.DECODE, config.decode, local.decode_workers, decode_metrics),
     ]
     names = [plan.name for plan in plans]
     # Workers come after the router.
@@ -85,8 +99,15 @@ def _pinning(wanted: Pinning, num_workers: int, threads: int) -> Sequence[Pinnin
     return shares
 
 
-def _workers(config: Config, role: Role, section: WorkerSection, count: int) -> list[ProcessPlan]:
+def _workers(
+    config: Config, role: Role, section: WorkerSection, count: int, metrics_listen: Sequence[str]
+) -> list[ProcessPlan]:
     if count > 1:
+        if section.metrics_listen is not None and not section.metrics_listen.endswith(":0"):
+            raise ConfigError(
+                f"{role}.metrics_listen: {section.metrics_listen} cannot be the address of {count} workers; leave it "
+                f"out, or use port 0 or local.{role}_workers: 1"
+            )
         if not section.listen.endswith(":0"):
             raise ConfigError(
                 f"{role}.listen: {section.listen} cannot be the address of {count} workers; "
@@ -98,6 +119,9 @@ def _workers(config: Config, role: Role, section: WorkerSection, count: int) -> 
     for index in range(count):
         base = section.worker_id or str(role)
         name = section.worker_id if section.worker_id and count == 1 else f"{base}-{index}"
-        own = section.model_copy(update={"worker_id": name})
+        update: dict[str, object] = {"worker_id": name}
+        if section.metrics_listen is None and metrics_listen:
+            update["metrics_listen"] = metrics_listen[index]
+        own = section.model_copy(update=update)
         plans.append(ProcessPlan(name=name, command=str(role), config=config.model_copy(update={str(role): own})))
     return plans

@@ -6,13 +6,11 @@ import asyncio
 import time
 
 import psutil
-from redis.asyncio import Redis
-from redis.exceptions import RedisError
 
 from pdserve.client import Client
-from pdserve.errors import StoreError, UnavailableError
-from pdserve.store.client import display_url, keys_without_ttl
-from pdserve.store.keys import Keyspace
+from pdserve.errors import UnavailableError
+from pdserve.store.client import Store
+from pdserve.store.login import StoreLogin
 
 
 class ProcessRecord:
@@ -46,16 +44,15 @@ def blocks_in_use(client: Client, *, num_generated_tokens: int, timeout_s: float
         time.sleep(0.05)
 
 
-def num_keys_without_ttl(redis_url: str, cluster: str, *, timeout_s: float) -> int:
+def num_keys_without_ttl(redis_url: str, cluster: str, *, timeout_s: float, login: StoreLogin | None = None) -> int:
     """Keys of the deployment that would stay in redis for ever. Raises StoreError. Not for use in an event loop."""
 
     async def count() -> int:
-        async with Redis.from_url(
-            redis_url, protocol=2, socket_timeout=timeout_s, socket_connect_timeout=timeout_s
-        ) as redis:
-            return len(await keys_without_ttl(redis, Keyspace(cluster).prefix))
+        # Nothing is written: no schema is left where there was none.
+        store = Store(redis_url, cluster, timeout_s=timeout_s, login=login)
+        try:
+            return len(await store.keys_without_ttl())
+        finally:
+            await store.aclose()
 
-    try:
-        return asyncio.run(count())
-    except RedisError as error:
-        raise StoreError(f"redis at {display_url(redis_url)}: {error}") from error
+    return asyncio.run(count())

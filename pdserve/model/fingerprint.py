@@ -6,6 +6,9 @@ merge or quantisation changes nearly every byte of the matrices it touches, so i
 single elements of a large matrix by hand can. In return the cost is bounded by the number of tensors, not their size:
 reading a 70B model's bytes in full would take minutes at every start, of the router as well.
 
+The vocabulary counts as well: workers that take the same token ids for different texts must not follow the grammar of
+one output.
+
 Names and types are those of the file: a model and its conversion to another format differ, as their arithmetic may.
 """
 
@@ -21,14 +24,15 @@ import xxhash
 from pdserve.model.config import ModelConfig
 from pdserve.model.tensors import StoredTensor
 
-_SCHEME = "pdserve-model-1"
+_SCHEME = "pdserve-model-2"
 _WHOLE_NBYTES = 1 << 20
 _WINDOW_NBYTES = 4096
 _NUM_WINDOWS = 64
 
 
-def fingerprint(config: ModelConfig, tensors: Iterable[StoredTensor]) -> str:
-    """32 hex digits over the configuration and the tensors, whose order does not matter."""
+def fingerprint(config: ModelConfig, tensors: Iterable[StoredTensor], vocabulary: bytes = b"") -> str:
+    """32 hex digits over the configuration, the tensors, whose order does not matter, and what says which token is
+    which."""
     digest = xxhash.xxh3_128()
     digest.update(json.dumps([_SCHEME, dataclasses.asdict(config)], sort_keys=True).encode())
     for tensor in sorted(tensors, key=lambda t: t.name):
@@ -39,4 +43,5 @@ def fingerprint(config: ModelConfig, tensors: Iterable[StoredTensor]) -> str:
             continue
         for begin in np.linspace(0, nbytes - _WINDOW_NBYTES, _NUM_WINDOWS, dtype=np.int64):
             digest.update(tensor.data[begin : begin + _WINDOW_NBYTES].data)
+    digest.update(vocabulary)
     return digest.hexdigest()

@@ -60,11 +60,24 @@ class ModelSource:
 
     @cached_property
     def fingerprint(self) -> str:
-        """Digest of configuration and weights: equal for the same files, different for other weights."""
+        """Digest of configuration, weights and vocabulary: equal for the same files, different for other weights or
+        other tokens. Raises ModelLoadError if the vocabulary cannot be read."""
         try:
-            return fingerprint(self.config, self._tensors.values())
+            return fingerprint(self.config, self._tensors.values(), self._vocabulary())
         finally:
             self.drop_pages()
+
+    def _vocabulary(self) -> bytes:
+        """What says which token each row of the embedding is; empty for a model without a tokenizer."""
+        if self.gguf_metadata is not None:
+            tokens = self.gguf_metadata.get("tokenizer.ggml.tokens", ())
+            return "\0".join(map(str, tokens)).encode("utf-8", "surrogatepass")
+        assert self.hf_dir is not None, "a file or a directory"
+        path = self.hf_dir / "tokenizer.json"
+        try:
+            return path.read_bytes() if path.is_file() else b""
+        except OSError as error:
+            raise ModelLoadError(f"{path}: cannot be read: {error}") from error
 
     def tensor_names(self) -> list[str]:
         """Hugging Face names of all tensors, in the order of use. `lm_head.weight` is absent if it is tied."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import time
 from collections.abc import Sequence
 
@@ -13,7 +14,10 @@ from pdserve.rpc.v1 import worker_pb2
 from pdserve.types import (
     DecodeTarget,
     FinishReason,
+    Fork,
     GenerationJob,
+    Grammar,
+    GrammarKind,
     PrefixHolder,
     Role,
     SamplingParams,
@@ -71,6 +75,10 @@ def job_to_proto(job: GenerationJob, now: float | None = None) -> pb.GenerationJ
         logit_bias_values=[value for _, value in job.sampling.logit_bias],
         num_logprobs=job.num_logprobs,
         num_prompt_logprobs=job.num_prompt_logprobs,
+        grammar=None if job.grammar is None else grammar_to_proto(job.grammar),
+        forks=[pb.Fork(request_id=fork.request_id, attempt=fork.attempt, seed=fork.seed) for fork in job.forks],
+        cache_salt=job.cache_salt,
+        priority=job.priority,
     )
 
 
@@ -120,7 +128,54 @@ def job_from_proto(message: pb.GenerationJob, now: float | None = None) -> Gener
         num_logprobs=message.num_logprobs if message.HasField("num_logprobs") else None,
         num_prompt_logprobs=message.num_prompt_logprobs if message.HasField("num_prompt_logprobs") else None,
         deadline=deadline,
+        grammar=grammar_from_proto(message.grammar, "job.grammar") if message.HasField("grammar") else None,
+        forks=_forks_from_proto(message),
+        cache_salt=message.cache_salt,
+        priority=message.priority,
     )
+
+
+def _forks_from_proto(message: pb.GenerationJob) -> tuple[Fork, ...]:
+    forks = tuple(Fork(request_id=fork.request_id, attempt=fork.attempt, seed=fork.seed) for fork in message.forks)
+    if not forks:
+        return ()
+    if len(message.token_ids) != message.num_prompt_tokens:
+        raise InvalidRequestError("job.forks: the outputs have begun and cannot be forked any more", field="job.forks")
+    names = {message.request_id, *(fork.request_id for fork in forks)}
+    if "" in names or len(names) != len(forks) + 1:
+        raise InvalidRequestError("job.forks: a name is empty or used twice", field="job.forks")
+    return forks
+
+
+def grammar_to_proto(grammar: Grammar) -> pb.Grammar:
+    """The choices of a grammar become a list."""
+    match grammar.kind:
+        case GrammarKind.JSON_SCHEMA:
+            return pb.Grammar(json_schema=grammar.source)
+        case GrammarKind.JSON_OBJECT:
+            return pb.Grammar(json_object=True)
+        case GrammarKind.REGEX:
+            return pb.Grammar(regex=grammar.source)
+        case GrammarKind.CHOICE:
+            return pb.Grammar(choice=pb.Choices(texts=json.loads(grammar.source)))
+        case GrammarKind.LARK:
+            return pb.Grammar(lark=grammar.source)
+
+
+def grammar_from_proto(message: pb.Grammar, field: str) -> Grammar:
+    """Whether it compiles is checked elsewhere. Raises InvalidRequestError, naming `field`, if it says nothing."""
+    match message.WhichOneof("kind"):
+        case "json_schema":
+            return Grammar(GrammarKind.JSON_SCHEMA, message.json_schema)
+        case "json_object" if message.json_object:
+            return Grammar(GrammarKind.JSON_OBJECT)
+        case "regex":
+            return Grammar(GrammarKind.REGEX, message.regex)
+        case "choice" if message.choice.texts:
+            return Grammar(GrammarKind.CHOICE, json.dumps(list(message.choice.texts)))
+        case "lark":
+            return Grammar(GrammarKind.LARK, message.lark)
+    raise InvalidRequestError(f"{field}: says neither a schema, an expression, choices nor a grammar", field=field)
 
 
 def logprobs_to_proto(tokens: Sequence[TokenLogprobs]) -> pb.Logprobs:
@@ -218,6 +273,7 @@ def worker_info_to_proto(info: WorkerInfo) -> pb.WorkerInfo:
         transports=info.transports,
         version=info.version,
         codecs=info.codecs,
+        prefill_chunk_tokens=info.prefill_chunk_tokens,
     )
 
 
@@ -240,6 +296,7 @@ def worker_info_from_proto(message: pb.WorkerInfo) -> WorkerInfo:
         transports=tuple(message.transports),
         version=message.version,
         codecs=tuple(message.codecs),
+        prefill_chunk_tokens=message.prefill_chunk_tokens,
     )
 
 
@@ -267,6 +324,7 @@ def stats_to_proto(stats: WorkerStats) -> pb.WorkerStats:
         failed_fetches_total=stats.failed_fetches_total,
         declined_fetches_total=stats.declined_fetches_total,
         served_fetches_total=stats.served_fetches_total,
+        local_prefill_tokens=stats.local_prefill_tokens,
         draining=stats.draining,
     )
 
@@ -295,6 +353,7 @@ def stats_from_proto(message: pb.WorkerStats) -> WorkerStats:
         failed_fetches_total=message.failed_fetches_total,
         declined_fetches_total=message.declined_fetches_total,
         served_fetches_total=message.served_fetches_total,
+        local_prefill_tokens=message.local_prefill_tokens,
         draining=message.draining,
     )
 

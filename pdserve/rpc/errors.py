@@ -26,11 +26,16 @@ DOMAIN = "pdserve"
 _STATUS_OF_CODE: dict[str, grpc.StatusCode] = {
     errors.InvalidRequestError.code: grpc.StatusCode.INVALID_ARGUMENT,
     errors.PromptTooLongError.code: grpc.StatusCode.INVALID_ARGUMENT,
+    errors.UnauthenticatedError.code: grpc.StatusCode.UNAUTHENTICATED,
+    errors.PermissionDeniedError.code: grpc.StatusCode.PERMISSION_DENIED,
     errors.NotFoundError.code: grpc.StatusCode.NOT_FOUND,
     errors.AlreadyExistsError.code: grpc.StatusCode.ALREADY_EXISTS,
+    errors.WrongRouterError.code: grpc.StatusCode.FAILED_PRECONDITION,
     errors.OverloadedError.code: grpc.StatusCode.RESOURCE_EXHAUSTED,
     errors.UnavailableError.code: grpc.StatusCode.UNAVAILABLE,
     errors.WorkerLostError.code: grpc.StatusCode.UNAVAILABLE,
+    errors.DrainingError.code: grpc.StatusCode.UNAVAILABLE,
+    errors.CapacityError.code: grpc.StatusCode.UNAVAILABLE,
     errors.DeadlineExceededError.code: grpc.StatusCode.DEADLINE_EXCEEDED,
     errors.CancelledError.code: grpc.StatusCode.CANCELLED,
     errors.IncompatibleWorkersError.code: grpc.StatusCode.FAILED_PRECONDITION,
@@ -41,6 +46,8 @@ _STATUS_OF_CODE: dict[str, grpc.StatusCode] = {
 
 _CODE_OF_STATUS: dict[grpc.StatusCode, type[errors.PdServeError]] = {
     grpc.StatusCode.INVALID_ARGUMENT: errors.InvalidRequestError,
+    grpc.StatusCode.UNAUTHENTICATED: errors.UnauthenticatedError,
+    grpc.StatusCode.PERMISSION_DENIED: errors.PermissionDeniedError,
     grpc.StatusCode.NOT_FOUND: errors.NotFoundError,
     grpc.StatusCode.UNIMPLEMENTED: errors.NotFoundError,
     grpc.StatusCode.RESOURCE_EXHAUSTED: errors.OverloadedError,

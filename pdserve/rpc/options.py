@@ -40,3 +40,20 @@ SERVER_OPTIONS: Options = (
     # Two servers on one port would each get half of the calls; a taken port must be an error.
     ("grpc.so_reuseport", 0),
 )
+"""Between processes of ours, which trust each other."""
+
+
+def public_server_options(
+    *, max_message_bytes: int, max_connections: int, max_streams_per_connection: int, min_ping_interval_s: float
+) -> Options:
+    """For a server that anybody may connect to."""
+    own = dict(SERVER_OPTIONS) | {
+        "grpc.max_receive_message_length": max_message_bytes,
+        "grpc.max_allowed_incoming_connections": max_connections,
+        "grpc.max_concurrent_streams": max_streams_per_connection,
+        "grpc.http2.min_ping_interval_without_data_ms": round(min_ping_interval_s * 1e3),
+        "grpc.http2.max_ping_strikes": 2,
+        # A connection that says nothing is closed; gRPC's own default is two minutes.
+        "grpc.server_handshake_timeout_ms": 10_000,
+    }
+    return tuple(own.items())

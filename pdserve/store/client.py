@@ -20,10 +20,11 @@ from redis.asyncio.retry import Retry
 from redis.backoff import ExponentialWithJitterBackoff
 from redis.commands.core import AsyncScript
 from redis.exceptions import ConnectionError as RedisConnectionError
-from redis.exceptions import RedisError
+from redis.exceptions import NoScriptError, RedisError
 
 from pdserve.errors import ConfigError, StoreError
 from pdserve.store.keys import META_TTL_MS, SCHEMA_VERSION, Keyspace
+from pdserve.store.login import StoreLogin
 
 MAX_CONNECTIONS: Final = 16
 """Sockets per process. Calls beyond that wait for one, within their time-out."""
@@ -86,28 +87,29 @@ class ScriptCall:
 class Store:
     """One process's connection to the redis of its deployment. All methods raise StoreError and nothing of redis-py."""
 
-    def __init__(self, url: str, cluster: str, *, timeout_s: float) -> None:
+    def __init__(self, url: str, cluster: str, *, timeout_s: float, login: StoreLogin | None = None) -> None:
         """Check the arguments; no I/O. Raises ConfigError naming `store.url` or `cluster`.
 
         `timeout_s` bounds each call as a whole: getting a connection, connecting, retries and the answer.
+        `login` is what the URL does not say.
         """
         self.keys = Keyspace(cluster)
         self.url = display_url(url)
         """Where redis is, without credentials."""
         self._timeout_s = timeout_s
-        self._redis = _client(url, self.url)
+        self._redis = _client(url, self.url, login or StoreLogin())
         # Calls beyond the pool's size wait here; the pool itself would refuse them.
         self._slots = asyncio.Semaphore(MAX_CONNECTIONS)
         self._check_schema = self.script(_LUA_CHECK_SCHEMA)
 
     @classmethod
-    async def connect(cls, url: str, cluster: str, *, timeout_s: float = 2.0) -> Self:
+    async def connect(cls, url: str, cluster: str, *, timeout_s: float = 2.0, login: StoreLogin | None = None) -> Self:
         """A store that has answered once and whose schema this version understands.
 
         Raises ConfigError for a bad URL, StoreError if redis does not answer within `timeout_s`, refuses us, or holds
         a newer schema.
         """
-        store = cls(url, cluster, timeout_s=timeout_s)
+        store = cls(url, cluster, timeout_s=timeout_s, login=login)
         try:
             await store.ping()
             await store._require_schema()
@@ -152,13 +154,18 @@ class Store:
             return await script(keys=list(keys), args=list(args))
 
     async def run_many(self, calls: Sequence[ScriptCall]) -> list[Any]:
-        """Run scripts in one round trip; errors as in `commands`."""
+        """Run scripts in one round trip, and those that the server does not know once more; errors as in
+        `commands`."""
         if not calls:
             return []
+        # Not through redis-py's scripts, whose pipelines ask in a round trip of its own whether they are known.
         async with self._translated(f"{len(calls)} x EVALSHA"), self._redis.pipeline(transaction=False) as pipe:
             for call in calls:
-                await call.script(keys=list(call.keys), args=list(call.args), client=pipe)
+                pipe.execute_command("EVALSHA", call.script.sha, len(call.keys), *call.keys, *call.args)
             replies = await pipe.execute(raise_on_error=False)
+        for index, reply in enumerate(replies):
+            if isinstance(reply, NoScriptError):
+                replies[index] = await self.run(calls[index].script, calls[index].keys, calls[index].args)
         return [self._as_reply(reply) for reply in replies]
 
     async def keys_without_ttl(self) -> list[str]:
@@ -230,15 +237,18 @@ def _text(key: bytes | str) -> str:
     return key if isinstance(key, str) else key.decode(errors="backslashreplace")
 
 
-def _client(url: str, shown: str) -> Redis:
+def _client(url: str, shown: str, login: StoreLogin) -> Redis:
     """A client with its pool. Raises ConfigError for a URL that redis-py does not take."""
     if urlsplit(url).scheme not in {"redis", "rediss", "unix"}:
         raise ConfigError(
             f"store.url: must start with redis://, rediss:// or unix://, got {shown!r}", field="store.url"
         )
+    url, provider = login.provider(url)
     try:
         pool = ConnectionPool.from_url(
             url,
+            **login.tls_options(),
+            credential_provider=provider,
             max_connections=MAX_CONNECTIONS,
             protocol=2,
             decode_responses=False,

@@ -2,7 +2,8 @@
 
 The journal holds what redis should say about each request and a writer task brings it there. Changes to one request
 that come faster than redis takes them are merged: what is written is always the latest, so records never go backwards.
-State changes are written at once, emitted tokens at a checkpoint interval, everything of one moment in one round trip.
+State changes are written within a few milliseconds, emitted tokens at a checkpoint interval, everything of one moment
+in one round trip.
 """
 
 from __future__ import annotations
@@ -12,18 +13,22 @@ import contextlib
 import logging
 import random
 import secrets
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
 from pdserve.errors import AlreadyExistsError, StoreError
 from pdserve.lifecycle import TERMINAL_STATES, RequestState
-from pdserve.store.requests import Applied, Conflict, RecordUpdate, RequestRecord, RequestRecords
+from pdserve.store.requests import Applied, Conflict, Creation, RecordUpdate, RequestRecord, RequestRecords
 
 log = logging.getLogger(__name__)
 
 BATCH_SIZE: Final = 128
 """Records per round trip."""
+
+LINGER_S: Final = 0.01
+"""How long a state change waits for others. A request goes through its first states in a few milliseconds, and to write
+each of them would take the time of the very request."""
 
 BACKOFF_S: Final = (0.05, 1.0)
 """First and longest pause between tries while redis is away."""
@@ -39,6 +44,10 @@ class _Entry:
     request_id: str
     model: str
     num_prompt_tokens: int
+    num_outputs: int
+    resume: bytes = b""
+    """What another router needs to go on with it; empty: it cannot."""
+    epoch: int = 1
     state: RequestState = RequestState.QUEUED
     attempt: int = 1
     prefill_worker: str = ""
@@ -49,6 +58,8 @@ class _Entry:
     """Leading tokens of `output` that redis is known to have."""
     created: bool = False
     """Whether the record has been seen in redis."""
+    tried: bool = False
+    """Whether its creation was sent before, and so may have happened with what was true then."""
     op: str = field(default_factory=lambda: secrets.token_hex(8))
     """Of the creation, which may have happened although its answer was lost."""
 
@@ -76,7 +87,14 @@ class RequestJournal:
         self._idle = asyncio.Event()
         self._idle.set()
         self._degraded = False
+        self._flushing = False
         self._num_dropped = 0
+        self._on_lost: Callable[[str, str], None] | None = None
+
+    @property
+    def owner(self) -> str:
+        """Id of the router whose journal this is."""
+        return self._owner
 
     @property
     def degraded(self) -> bool:
@@ -93,19 +111,39 @@ class RequestJournal:
         """Requests left without a (final) record because too many were waiting for redis."""
         return self._num_dropped
 
-    async def admit(self, request_id: str, *, model: str, num_prompt_tokens: int) -> None:
-        """Claim `request_id` for a new request of this router.
+    def watch_lost(self, on_lost: Callable[[str, str], None]) -> None:
+        """Have `on_lost(request_id, owner)` called for each request that another router has taken over."""
+        self._on_lost = on_lost
+
+    async def admit(
+        self,
+        request_id: str,
+        *,
+        model: str,
+        num_prompt_tokens: int,
+        num_outputs: int = 0,
+        unique: bool = False,
+        resume: bytes = b"",
+    ) -> None:
+        """Claim `request_id` for a new request of this router. One with several outputs, each of which is claimed, is
+        claimed beside them, with their number.
 
         Waits for redis once, to refuse an id that any router has; if redis is away the claim is made later, and a
-        second request of that id elsewhere goes unnoticed meanwhile. Raises AlreadyExistsError.
+        second request of that id elsewhere goes unnoticed meanwhile. `resume` is what another router needs to go on
+        with it, if that is to be possible. An id that is known to be `unique`, because this
+        process has drawn it, is claimed later in any case, and nobody waits. Raises AlreadyExistsError.
         """
         if request_id in self._entries:
             raise _in_use(request_id)
-        entry = _Entry(request_id, model, num_prompt_tokens)
+        entry = _Entry(request_id, model, num_prompt_tokens, num_outputs, resume)
         if not self._insert(entry) or self._degraded:
             return
+        if unique:
+            self._mark(request_id, self._due)
+            return
+        entry.tried = True
         try:
-            created = await self._records.create(self._record(entry), op=entry.op)
+            created = await self._records.create(self._record(entry), op=entry.op, resume=entry.resume)
         except StoreError as e:
             self._failed(e)
             self._mark(request_id, self._due)
@@ -118,6 +156,43 @@ class RequestJournal:
             self._forget(request_id)
             raise _in_use(request_id)
         entry.created = True
+
+    def adopt(self, record: RequestRecord, *, num_kept: int, resume: bytes = b"") -> None:
+        """Go on with a record that this router has just taken over, of whose output the first `num_kept` tokens stand.
+        `resume` as in `admit`."""
+        assert record.owner == self._owner, "a record of another router"
+        self._forget(record.request_id)
+        kept = list(record.output_token_ids[:num_kept])
+        entry = _Entry(
+            record.request_id,
+            record.model,
+            record.num_prompt_tokens,
+            record.num_outputs,
+            resume,
+            record.epoch,
+            attempt=record.attempt,
+            output=kept,
+            num_stored=num_kept if num_kept == len(record.output_token_ids) else 0,
+            created=True,
+            tried=True,
+        )
+        if self._insert(entry):
+            self._mark(record.request_id, self._due)
+
+    def release(self, request_id: str) -> bool:
+        """Write no more of a request, so that another router may take it over as its record is. False, and nothing is
+        changed, if redis has none of it."""
+        entry = self._entries.get(request_id)
+        if entry is None or not entry.created:
+            return False
+        self._forget(request_id)
+        self._settle()
+        return True
+
+    def verify(self) -> None:
+        """Write every record soon: this router may have lost some without having noticed."""
+        for request_id in self._entries:
+            self._mark(request_id, self._due)
 
     def transition(
         self,
@@ -159,10 +234,12 @@ class RequestJournal:
         """
         self._due |= self._later
         self._later.clear()
+        self._flushing = True
         self._wake.set()
         with contextlib.suppress(TimeoutError):  # What remains is the answer.
             async with asyncio.timeout(timeout_s):
                 await self._idle.wait()
+        self._flushing = False
         return self.num_pending
 
     def _insert(self, entry: _Entry) -> bool:
@@ -204,6 +281,8 @@ class RequestJournal:
                 with contextlib.suppress(TimeoutError):  # A checkpoint is due.
                     async with asyncio.timeout_at(checkpoint_at):
                         await self._wake.wait()
+            if self._due and not self._flushing:
+                await asyncio.sleep(LINGER_S)
             self._wake.clear()
             now = clock()
             if now >= checkpoint_at:
@@ -241,14 +320,15 @@ class RequestJournal:
             self._writing.clear()
         if batch:
             self._succeeded()
-        if not self._due and not self._later:
+        self._settle()
+
+    def _settle(self) -> None:
+        if not self._due and not self._later and not self._writing:
             self._idle.set()
 
     async def _write(self, batch: Sequence[_Entry]) -> None:
-        for entry in batch:
-            if not entry.created:
-                await self._create(entry)
-        live = [entry for entry in batch if entry.created and self._tracks(entry)]
+        written = await self._create([entry for entry in batch if not entry.created])
+        live = [entry for entry in batch if entry.created and self._tracks(entry) and entry.request_id not in written]
         updates = [self._update(entry) for entry in live]
         results = await self._records.transition_many(updates)
         failure: StoreError | None = None
@@ -266,24 +346,45 @@ class RequestJournal:
         if failure is not None:
             raise failure
 
-    async def _create(self, entry: _Entry) -> None:
-        """Claim the id of a request that was admitted, or lost its record, while redis was away."""
-        num_output = len(entry.output)
-        record = self._record(entry)
-        if await self._records.create(record, op=entry.op):
-            entry.created = True
-            entry.num_stored = num_output
-        else:
-            log.warning("request %s has a record of another router; it goes on without one", entry.request_id)
-            self._forget(entry.request_id)
+    async def _create(self, entries: Sequence[_Entry]) -> set[str]:
+        """Claim the ids of requests that nobody waited to be claimed, or whose records were lost while redis was away.
+
+        Returns those whose record says with that all that there was to say.
+        """
+        records = [self._record(entry) for entry in entries]
+        first = [entry.request_id for entry in entries if not entry.tried]
+        for entry in entries:
+            entry.tried = True
+        outcomes = await self._records.create_many(
+            [Creation(record, entry.op, entry.resume) for record, entry in zip(records, entries, strict=True)]
+        )
+        failure: StoreError | None = None
+        for entry, record, outcome in zip(entries, records, outcomes, strict=True):
+            if isinstance(outcome, StoreError):
+                failure = outcome
+            elif not self._tracks(entry):
+                continue
+            elif outcome:
+                entry.created = True
+                entry.num_stored = len(record.output_token_ids)
+                if record.state in TERMINAL_STATES and entry.request_id in first:
+                    self._forget(entry.request_id)
+            else:
+                log.warning("request %s has a record of another router; it goes on without one", entry.request_id)
+                self._forget(entry.request_id)
+        if failure is not None:
+            raise failure
+        return set(first)
 
     def _reconcile(self, entry: _Entry, conflict: Conflict) -> None:
         """Redis does not say what we wrote last: it lost data, or the request is no longer ours."""
         current = conflict.current
         if current is None:
-            entry.created = False
+            entry.created = entry.tried = False
             entry.op = secrets.token_hex(8)
-        elif current.owner == self._owner and current.attempt <= entry.attempt and current.state not in TERMINAL_STATES:
+        elif (
+            self._is_ours(entry, current) and current.attempt <= entry.attempt and current.state not in TERMINAL_STATES
+        ):
             entry.num_stored = 0
         else:
             log.warning(
@@ -291,17 +392,24 @@ class RequestJournal:
                 *(entry.request_id, current.state, current.attempt, current.owner),
             )
             self._forget(entry.request_id)
+            if self._on_lost is not None and not self._is_ours(entry, current):
+                self._on_lost(entry.request_id, current.owner)
             return
         self._mark(entry.request_id, self._due)
+
+    def _is_ours(self, entry: _Entry, current: RequestRecord) -> bool:
+        return (current.owner, current.epoch) == (self._owner, entry.epoch)
 
     def _record(self, entry: _Entry) -> RequestRecord:
         return RequestRecord(
             request_id=entry.request_id,
             owner=self._owner,
+            epoch=entry.epoch,
             state=entry.state,
             attempt=entry.attempt,
             model=entry.model,
             num_prompt_tokens=entry.num_prompt_tokens,
+            num_outputs=entry.num_outputs,
             prefill_worker=entry.prefill_worker,
             decode_worker=entry.decode_worker,
             error_code=entry.error_code,
@@ -312,6 +420,7 @@ class RequestJournal:
         return RecordUpdate(
             request_id=entry.request_id,
             owner=self._owner,
+            epoch=entry.epoch,
             attempt=entry.attempt,
             state=entry.state,
             prefill_worker=entry.prefill_worker,
@@ -338,7 +447,8 @@ def _already_there(update: RecordUpdate, conflict: Conflict) -> bool:
     return (
         current is not None
         and update.state in TERMINAL_STATES
-        and (current.owner, current.attempt, current.state) == (update.owner, update.attempt, update.state)
+        and (current.owner, current.epoch) == (update.owner, update.epoch)
+        and (current.attempt, current.state) == (update.attempt, update.state)
     )
 
 

@@ -11,6 +11,10 @@ deployment easily; several deployments spread over nodes by their names.
 | `workers`    | zset | longest lease           | worker id -> end of its lease, ms of the server's clock      |
 | `worker:{id}`| hash | lease                   | `info`, `stats` (JSON), `incarnation`, `epoch`               |
 | `req:{id}`   | hash | live TTL, then retention| one request, see requests.py                                 |
+| `resume:{id}`| string | live TTL, then a minute | what another router needs to go on with it, see requests.py |
+| `router:{id}`| string | lease                 | incarnation of a router, see router_lease.py                 |
+| `blocks:{worker}:{incarnation}` | set    | lease | names of the blocks that the process holds            |
+| `events:{worker}`               | stream | lease | the latest changes of that set, see prefix_events.py  |
 """
 
 from __future__ import annotations
@@ -62,3 +66,19 @@ class Keyspace:
     def request(self, request_id: str) -> str:
         """One request."""
         return f"{self.prefix}req:{request_id}"
+
+    def resume(self, request_id: str) -> str:
+        """What another router needs to go on with a request."""
+        return f"{self.prefix}resume:{request_id}"
+
+    def router(self, router_id: str) -> str:
+        """Lease of one router."""
+        return f"{self.prefix}router:{router_id}"
+
+    def blocks(self, worker_id: str, incarnation: str) -> str:
+        """Names of the blocks that one worker process holds."""
+        return f"{self.prefix}blocks:{worker_id}:{incarnation}"
+
+    def events(self, worker_id: str) -> str:
+        """What has been stored and removed on a worker lately."""
+        return f"{self.prefix}events:{worker_id}"

@@ -1,8 +1,9 @@
 """Request records: what a deployment knows of a request beyond the router that serves it.
 
 A record is written by the router that owns the request. Every change is a compare-and-set in the server on owner,
-attempt and state, and sets the TTL in the same step: a record that nobody refreshes vanishes, so a router that dies
-leaves nothing.
+epoch, attempt and state, and sets the TTL in the same step: a record that nobody refreshes vanishes, so a router that
+dies leaves nothing. Beside the record of a request whose client may come back lies, under a key of its own, what
+another router needs to go on with it; taking a request over gives it a new owner and a higher epoch.
 """
 
 from __future__ import annotations
@@ -23,48 +24,72 @@ log = logging.getLogger(__name__)
 _TOKEN_NBYTES: Final = 4
 
 _LUA_CREATE: Final = """
--- KEYS: request. ARGV: op, TTL in ms, then field, value, ...
+-- KEYS: request, resume. ARGV: op, TTL in ms, what another router needs (or empty), then field, value, ...
 -- Returns 1 if created (or created before by the same op: a retry after a lost answer), 0 if the id is taken.
 local kind = redis.call('TYPE', KEYS[1]).ok
 if kind == 'hash' then
-  if redis.call('HGET', KEYS[1], 'op') == ARGV[1] then return 1 end
-  return 0
+  local found = redis.call('HMGET', KEYS[1], 'op', 'state', 'attempt', 'prefill_worker', 'decode_worker')
+  if found[1] == ARGV[1] then return 1 end
+  -- A request that was refused before any worker had it leaves its name free.
+  if not (found[2] == 'FAILED' and found[3] == '1' and found[4] == '' and found[5] == '') then return 0 end
 end
 -- What is not ours by type is overwritten: the name is ours.
 if kind ~= 'none' then redis.call('DEL', KEYS[1]) end
 local time = redis.call('TIME')
 local now = string.format('%.0f', tonumber(time[1]) * 1000 + math.floor(tonumber(time[2]) / 1000))
-redis.call('HSET', KEYS[1], 'op', ARGV[1], 'created_ms', now, 'updated_ms', now, unpack(ARGV, 3))
+redis.call('HSET', KEYS[1], 'op', ARGV[1], 'created_ms', now, 'updated_ms', now, unpack(ARGV, 4))
 redis.call('PEXPIRE', KEYS[1], ARGV[2])
+redis.call('DEL', KEYS[2])
+if ARGV[3] ~= '' then redis.call('SET', KEYS[2], ARGV[3], 'PX', ARGV[2]) end
 return 1
 """
 
 _LUA_TRANSITION: Final = """
--- KEYS: request. ARGV: op, TTL in ms, owner, attempt, expected states as ',A,B,', new state,
---   bytes of output already there, more bytes of output, then field, value, ...
--- Returns {1}; or {0, record as a flat list} if owner, attempt, state or output is not as expected; or {0} if there is
--- no record.
+-- KEYS: request, resume. ARGV: op, TTL in ms, owner, attempt, expected states as ',A,B,', new state,
+--   bytes of output already there, more bytes of output, epoch, TTL of the resume key in ms, then field, value, ...
+-- Returns {1}; or {0, record as a flat list} if owner, epoch, attempt, state or output is not as expected; or {0} if
+-- there is no record.
 local key, op, attempt = KEYS[1], ARGV[1], tonumber(ARGV[4])
 if redis.call('TYPE', key).ok ~= 'hash' then return {0} end
-local found = redis.call('HMGET', key, 'op', 'owner', 'attempt', 'state')
+local found = redis.call('HMGET', key, 'op', 'owner', 'attempt', 'state', 'epoch')
 if found[1] ~= op then
   local base, more = tonumber(ARGV[7]), ARGV[8]
   local stored = tonumber(found[3] or '')
-  local ok = found[2] == ARGV[3] and stored ~= nil and stored <= attempt
+  local ok = found[2] == ARGV[3] and found[5] == ARGV[9] and stored ~= nil and stored <= attempt
     and string.find(ARGV[5], ',' .. (found[4] or '') .. ',', 1, true) ~= nil
     and (base == 0 or redis.call('HSTRLEN', key, 'output') == base)
   if not ok then return {0, redis.call('HGETALL', key)} end
   local time = redis.call('TIME')
   local now = string.format('%.0f', tonumber(time[1]) * 1000 + math.floor(tonumber(time[2]) / 1000))
   redis.call('HSET', key, 'op', op, 'state', ARGV[6], 'attempt', ARGV[4], 'updated_ms', now)
-  if #ARGV > 8 then redis.call('HSET', key, unpack(ARGV, 9)) end
+  if #ARGV > 10 then redis.call('HSET', key, unpack(ARGV, 11)) end
   if more ~= '' then
     if base > 0 then more = redis.call('HGET', key, 'output') .. more end
     redis.call('HSET', key, 'output', more)
   end
 end
 redis.call('PEXPIRE', key, ARGV[2])
+if ARGV[10] == '0' then redis.call('DEL', KEYS[2]) else redis.call('PEXPIRE', KEYS[2], ARGV[10]) end
 return {1}
+"""
+
+_LUA_TAKE_OVER: Final = """
+-- KEYS: request, resume. ARGV: owner that it had, its epoch, new owner, added to the attempt, TTL in ms.
+-- Returns {1, record, now in ms}; or {0, record} if owner or epoch is not as expected; or {0} if there is no record.
+-- Records are as they are afterwards, as flat lists.
+local key = KEYS[1]
+if redis.call('TYPE', key).ok ~= 'hash' then return {0} end
+local found = redis.call('HMGET', key, 'owner', 'epoch', 'attempt', 'state')
+local attempt = tonumber(found[3] or '')
+if found[1] ~= ARGV[1] or found[2] ~= ARGV[2] or attempt == nil then return {0, redis.call('HGETALL', key)} end
+local time = redis.call('TIME')
+local now = string.format('%.0f', tonumber(time[1]) * 1000 + math.floor(tonumber(time[2]) / 1000))
+redis.call('HSET', key, 'op', '', 'owner', ARGV[3], 'epoch', tonumber(ARGV[2]) + 1, 'attempt',
+           string.format('%.0f', attempt + tonumber(ARGV[4])), 'state', 'QUEUED', 'prefill_worker', '',
+           'decode_worker', '', 'error_code', '', 'updated_ms', now)
+redis.call('PEXPIRE', key, ARGV[5])
+redis.call('PEXPIRE', KEYS[2], ARGV[5])
+return {1, redis.call('HGETALL', key), now}
 """
 
 
@@ -75,10 +100,15 @@ class RequestRecord:
     request_id: str
     owner: str
     """Router that serves it and alone may write."""
+    epoch: int = 1
+    """Grows with each router that takes the request over. One that was replaced while it slept has an older one."""
     state: RequestState = RequestState.QUEUED
     attempt: int = 1
     model: str = ""
     num_prompt_tokens: int = 0
+    num_outputs: int = 0
+    """Of a request with several: they have records of their own, see `output_name`, and their state counts while it
+    runs. 0 for a record of one output."""
     prefill_worker: str = ""
     """Empty until known; so is `decode_worker`."""
     decode_worker: str = ""
@@ -91,13 +121,24 @@ class RequestRecord:
     updated_ms: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class Creation:
+    """One record to be stored."""
+
+    record: RequestRecord
+    op: str
+    """Calls with the same one are one call."""
+    resume: bytes = b""
+    """What another router needs to go on with the request; empty: it cannot."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordUpdate:
     """One compare-and-set. Attributes left at None stay as they are in the record."""
 
     request_id: str
     owner: str
-    """Must be the record's owner."""
+    """Must be the record's owner; so must `epoch`."""
     attempt: int
     """Must not be older than the record's; becomes it."""
     state: RequestState
@@ -111,6 +152,7 @@ class RecordUpdate:
     """Tokens that must be stored already, to which `output_token_ids` are appended. 0: whatever is stored is replaced,
     if there are any to store."""
     output_token_ids: Sequence[int] = ()
+    epoch: int = 1
     op: str = field(default_factory=lambda: secrets.token_hex(8))
     """Makes a repetition of this very update, after a lost answer, count as the same one."""
 
@@ -128,17 +170,37 @@ class Conflict:
     """The record as it is; None if there is none, or none that can be read."""
 
 
+@dataclass(frozen=True, slots=True)
+class TakenOver:
+    """The request is ours."""
+
+    record: RequestRecord
+    """As it is now."""
+    now_ms: int
+    """The server's clock."""
+
+
+def output_name(request_id: str, index: int) -> str:
+    """Of one of several outputs of a request."""
+    return f"{request_id}-{index}"
+
+
 class RequestRecords:
     """Reads and writes records, each call one round trip."""
 
-    def __init__(self, store: Store, *, retention_s: float, live_ttl_s: float = 120.0) -> None:
+    def __init__(
+        self, store: Store, *, retention_s: float, live_ttl_s: float = 120.0, resume_retention_s: float = 60.0
+    ) -> None:
         """`retention_s`: how long an ended request can still be asked for. `live_ttl_s`: how long a record outlives the
-        last write of its router."""
+        last write of its router. `resume_retention_s`: how long the output of a finished request can still be had from
+        another router; until then its prompt stays in redis."""
         self._store = store
         self._retention_ms = int(retention_s * 1000)
         self._live_ms = int(live_ttl_s * 1000)
+        self._resume_ms = min(int(resume_retention_s * 1000), self._retention_ms)
         self._create = store.script(_LUA_CREATE)
         self._transition = store.script(_LUA_TRANSITION)
+        self._take_over = store.script(_LUA_TAKE_OVER)
         self._reported: set[str] = set()
 
     @property
@@ -146,17 +208,21 @@ class RequestRecords:
         """Records of running requests must be written more often than this."""
         return self._live_ms / 1000
 
-    async def create(self, record: RequestRecord, *, op: str | None = None) -> bool:
-        """Store a new record. False if the id belongs to a running request, or to one that ended and is still kept.
+    async def create(self, record: RequestRecord, *, op: str | None = None, resume: bytes = b"") -> bool:
+        """Store a new record; see Creation. False if the id belongs to a running request, or to one that ended and is
+        still kept, unless that one was refused before any worker had it.
 
         Calls with the same `op` are one call: the second also returns True. Raises StoreError.
         """
-        fields: list[str | bytes | int] = []
-        for name, value in _to_fields(record).items():
-            fields += (name, value)
-        ttl_ms = self._ttl_ms(record.state)
-        key = self._store.keys.request(record.request_id)
-        return bool(await self._store.run(self._create, [key], [op or secrets.token_hex(8), ttl_ms, *fields]))
+        (result,) = await self.create_many([Creation(record, op or secrets.token_hex(8), resume)])
+        if isinstance(result, StoreError):
+            raise result
+        return result
+
+    async def create_many(self, creations: Sequence[Creation]) -> list[bool | StoreError]:
+        """`create` for several records in one round trip. Raises StoreError if the whole batch is lost."""
+        replies = await self._store.run_many([self._creation(creation) for creation in creations])
+        return [reply if isinstance(reply, StoreError) else bool(reply) for reply in replies]
 
     async def transition(self, update: RecordUpdate) -> Applied | Conflict:
         """Apply `update` if owner, attempt, state and output are as it expects. Raises StoreError."""
@@ -170,6 +236,35 @@ class RequestRecords:
         replies = await self._store.run_many([self._call(update) for update in updates])
         return [self._outcome(u.request_id, r) for u, r in zip(updates, replies, strict=True)]
 
+    async def take_over(
+        self, request_id: str, *, owner: str, epoch: int, by: str, attempts: int
+    ) -> TakenOver | RequestRecord | None:
+        """Give a request, in whatever state it is, to the router `by`, as QUEUED in an attempt that is newer by
+        `attempts`, if it still has the given owner and epoch. If not: the record as it is, None if there is none.
+        Raises StoreError."""
+        reply = await self._store.run(
+            self._take_over, self._keys(request_id), (owner, epoch, by, attempts, self._live_ms)
+        )
+        if len(reply) == 1:
+            return None
+        record = self._decoded(request_id, dict(zip(reply[1][::2], reply[1][1::2], strict=True)))
+        if record is None:
+            return None
+        if reply[0] == 1:
+            return TakenOver(record, int(reply[2]))
+        # The answer to an earlier try may have been lost.
+        return TakenOver(record, record.updated_ms) if (record.owner, record.epoch) == (by, epoch + 1) else record
+
+    async def resume_of(self, request_id: str) -> bytes | None:
+        """What its first router left for another one to go on with; None if it has left nothing, or it is not kept any
+        more. Raises StoreError."""
+        try:
+            stored: bytes | None = await self._store.command("GET", self._store.keys.resume(request_id))
+        except WrongTypeError:
+            self._report_foreign(request_id, "what is left of it to go on with is no string")
+            return None
+        return stored
+
     async def get(self, request_id: str) -> RequestRecord | None:
         """The record; None if there is none, or something else under its name. Raises StoreError."""
         try:
@@ -181,6 +276,27 @@ class RequestRecords:
 
     def _ttl_ms(self, state: RequestState) -> int:
         return self._retention_ms if state in TERMINAL_STATES else self._live_ms
+
+    def _keys(self, request_id: str) -> tuple[str, str]:
+        return self._store.keys.request(request_id), self._store.keys.resume(request_id)
+
+    def _resume_ttl_ms(self, state: RequestState) -> int:
+        """Nobody goes on with what was cancelled or has failed."""
+        if state in TERMINAL_STATES:
+            return self._resume_ms if state is RequestState.FINISHED else 0
+        return self._live_ms
+
+    def _creation(self, creation: Creation) -> ScriptCall:
+        record = creation.record
+        fields: list[str | bytes | int] = []
+        for name, value in _to_fields(record).items():
+            fields += (name, value)
+        resume = creation.resume if self._resume_ttl_ms(record.state) else b""
+        return ScriptCall(
+            self._create,
+            self._keys(record.request_id),
+            (creation.op, self._ttl_ms(record.state), resume, *fields),
+        )
 
     def _call(self, update: RecordUpdate) -> ScriptCall:
         expected = "".join(f",{state}" for state in sorted(update.expected)) + ","
@@ -194,7 +310,7 @@ class RequestRecords:
                 fields += (name, value)
         return ScriptCall(
             self._transition,
-            (self._store.keys.request(update.request_id),),
+            self._keys(update.request_id),
             (
                 update.op,
                 self._ttl_ms(update.state),
@@ -204,6 +320,8 @@ class RequestRecords:
                 update.state.value,
                 update.output_base * _TOKEN_NBYTES,
                 _pack_tokens(update.output_token_ids),
+                update.epoch,
+                self._resume_ttl_ms(update.state),
                 *fields,
             ),
         )
@@ -240,10 +358,12 @@ def _pack_tokens(token_ids: Sequence[int]) -> bytes:
 def _to_fields(record: RequestRecord) -> dict[str, str | bytes | int]:
     return {
         "owner": record.owner,
+        "epoch": record.epoch,
         "state": record.state.value,
         "attempt": record.attempt,
         "model": record.model,
         "num_prompt_tokens": record.num_prompt_tokens,
+        "num_outputs": record.num_outputs,
         "prefill_worker": record.prefill_worker,
         "decode_worker": record.decode_worker,
         "error_code": record.error_code,
@@ -259,10 +379,12 @@ def _from_fields(request_id: str, stored: Mapping[bytes, bytes]) -> RequestRecor
     return RequestRecord(
         request_id=request_id,
         owner=stored[b"owner"].decode(),
+        epoch=int(stored[b"epoch"]),
         state=RequestState(stored[b"state"].decode()),
         attempt=int(stored[b"attempt"]),
         model=stored[b"model"].decode(),
         num_prompt_tokens=int(stored[b"num_prompt_tokens"]),
+        num_outputs=int(stored[b"num_outputs"]),
         prefill_worker=stored[b"prefill_worker"].decode(),
         decode_worker=stored[b"decode_worker"].decode(),
         error_code=stored[b"error_code"].decode(),

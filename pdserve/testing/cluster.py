@@ -29,7 +29,8 @@ def test_config(redis_url: str, cluster: str, **sections: dict[str, object]) -> 
         "store": {"url": redis_url, "lease_ttl_s": 2.0},
         "health": {"heartbeat_s": 0.2, "peer_timeout_s": 1.5},
         "prefill": {"drain_timeout_s": 5.0},
-        "decode": {"drain_timeout_s": 5.0},
+        # Prompts are computed by prefill workers, unless a test is about something else.
+        "decode": {"drain_timeout_s": 5.0, "local_prefill_tokens_per_step": 0},
     }
     for name, values in sections.items():
         tree.setdefault(name, {}).update(values)

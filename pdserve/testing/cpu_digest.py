@@ -39,7 +39,7 @@ def digest_of(model: str) -> str:
             token_ids=prompt,
             start_position=0,
             block_table=range(10 * i, 10 * i + 10),
-            sample=SampleRequest(params=params),
+            samples=(SampleRequest(params=params),),
         )
         for i, (prompt, params) in enumerate(zip(prompts, _SAMPLING, strict=True))
     ]

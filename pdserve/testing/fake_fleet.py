@@ -15,8 +15,12 @@ _LEASE_S = 60.0
 class FakeFleet:
     """Starts, kills and restarts fake workers. Close it at the end."""
 
-    def __init__(self, store: Store, *, model: str, model_fingerprint: str, next_token: NextToken) -> None:
+    def __init__(
+        self, store: Store, *, model: str, model_fingerprint: str, next_token: NextToken, seeded: bool = False
+    ) -> None:
+        """`seeded`: the next token depends on the seed, too."""
         self._store = store
+        self._seeded = seeded
         self._model = model
         self._fingerprint = model_fingerprint
         self._next_token = next_token
@@ -27,6 +31,7 @@ class FakeFleet:
     async def add_prefill(self, worker_id: str, info: WorkerInfo | None = None) -> FakePrefillWorker:
         """Start and register a prefill worker; `info` to claim something unusual."""
         worker = FakePrefillWorker(info or self.info(worker_id, Role.PREFILL), self._next_token, self.decode.get)
+        worker.seeded = self._seeded
         await self._announce(await worker.start())
         self.prefill[worker_id] = worker
         return worker
@@ -34,6 +39,7 @@ class FakeFleet:
     async def add_decode(self, worker_id: str, info: WorkerInfo | None = None) -> FakeDecodeWorker:
         """Start and register a decode worker."""
         worker = FakeDecodeWorker(info or self.info(worker_id, Role.DECODE), self._next_token)
+        worker.seeded = self._seeded
         await self._announce(await worker.start())
         self.decode[worker_id] = worker
         return worker
@@ -55,6 +61,7 @@ class FakeFleet:
         num_blocks: int = 4096,
         model_fingerprint: str | None = None,
         kv_dtype: str = "float32",
+        prefill_chunk_tokens: int = 0,
     ) -> WorkerInfo:
         """Who a worker of this fleet claims to be."""
         return fake_info(
@@ -64,6 +71,7 @@ class FakeFleet:
             model_fingerprint=model_fingerprint or self._fingerprint,
             num_blocks=num_blocks,
             kv_dtype=kv_dtype,
+            prefill_chunk_tokens=prefill_chunk_tokens,
         )
 
     async def aclose(self) -> None:

@@ -12,9 +12,11 @@ from typing import Any, Generic, TypeVar
 import grpc
 
 from pdserve.kv_layout import KvLayout
+from pdserve.rpc.codec import logprobs_to_proto
 from pdserve.rpc.options import SERVER_OPTIONS
+from pdserve.rpc.v1 import common_pb2
 from pdserve.rpc.v1 import worker_pb2 as pb
-from pdserve.types import GenerationJob, Role, WorkerStats
+from pdserve.types import GenerationJob, Role, TokenLogprobs, WorkerStats
 from pdserve.worker_info import WorkerInfo
 
 NextToken = Callable[[Sequence[int]], int]
@@ -42,6 +44,18 @@ def generate(job_tokens: Sequence[int], num_tokens: int, next_token: NextToken) 
     return tokens[len(job_tokens) :]
 
 
+def made_up_logprobs(token_ids: Sequence[int], num_top: int | None) -> common_pb2.Logprobs | None:
+    """Of tokens, each with as many others; None if nobody has asked."""
+    if num_top is None:
+        return None
+    return logprobs_to_proto(
+        [
+            TokenLogprobs(token_id, -(token_id % 8) / 8, tuple((40 + i, -i / 4) for i in range(num_top)))
+            for token_id in token_ids
+        ]
+    )
+
+
 def fake_info(
     worker_id: str,
     role: Role,
@@ -51,6 +65,7 @@ def fake_info(
     num_blocks: int = 4096,
     max_model_len: int = 1 << 20,
     kv_dtype: str = "float32",
+    prefill_chunk_tokens: int = 0,
     address: str = "",
 ) -> WorkerInfo:
     """Who a fake worker claims to be. The address is filled in when it starts."""
@@ -66,6 +81,7 @@ def fake_info(
         max_model_len=max_model_len,
         transports=("grpc",),
         version="0",
+        prefill_chunk_tokens=prefill_chunk_tokens,
     )
 
 
@@ -116,6 +132,8 @@ class FakeWorker(Generic[_E]):
     def __init__(self, info: WorkerInfo, next_token: NextToken, heartbeat_s: float = 0.1) -> None:
         self.info = info
         self.next_token = next_token
+        self.seeded = False
+        """Whether the next token of a job that is not greedy depends on its seed, too."""
         self.stats = WorkerStats()
         self.before_send = PausePoint()
         """While held nothing is sent, as if the process were stopped."""
@@ -150,6 +168,12 @@ class FakeWorker(Generic[_E]):
         await self._end_jobs(list(self._jobs))
         assert self._server is not None, "not started"
         await self._server.stop(None)
+
+    def draw(self, job: GenerationJob, token_ids: Sequence[int]) -> int:
+        """The token of `job` that follows `token_ids`."""
+        if self.seeded and not job.sampling.greedy:
+            return self.next_token((job.sampling.seed, *token_ids))
+        return self.next_token(token_ids)
 
     def send_to_all(self, message: _E) -> None:
         """Send something of the test's making to every router."""

@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import functools
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
 import grpc
 
+from pdserve.errors import InvalidRequestError
 from pdserve.rpc.codec import finish_to_proto, job_from_proto, stats_to_proto, worker_info_to_proto
 from pdserve.rpc.v1 import worker_pb2 as pb
 from pdserve.rpc.v1 import worker_pb2_grpc as pb_grpc
-from pdserve.testing.fake_worker_base import FakeWorker, NextToken, PausePoint
+from pdserve.testing.fake_worker_base import FakeWorker, NextToken, PausePoint, made_up_logprobs
 from pdserve.types import GenerationJob
 from pdserve.worker_info import WorkerInfo
 
@@ -29,14 +31,22 @@ router cuts what does not fit between its own moments."""
 
 
 class FakeDecodeWorker(FakeWorker[pb.DecodeEvents], pb_grpc.DecodeWorkerServicer):
-    """Takes jobs from fake prefill workers."""
+    """Takes jobs from fake prefill workers, and prompts from routers if it says so in its info."""
 
     def __init__(self, info: WorkerInfo, next_token: NextToken, heartbeat_s: float = 0.1) -> None:
         super().__init__(info, next_token, heartbeat_s)
         self.before_step = PausePoint()
+        self.before_first_token = PausePoint()
+        """Of prompts from routers."""
+        self.jobs: list[GenerationJob] = []
+        """Prompts from routers, in order."""
+        self.num_cached_tokens = 0
+        """Claimed of every prompt."""
+        self.refuse_with: pb.JobFailed | None = None
+        """Sent in place of starting any prompt; ids are filled in."""
         self.tokens_per_step = 1
         self.num_taken_over = 0
-        """Hand-offs so far."""
+        """Outputs so far."""
         self.repeat_messages = 1
         """How often each message of tokens is sent."""
         self.fail_with: pb.JobFailed | None = None
@@ -54,7 +64,7 @@ class FakeDecodeWorker(FakeWorker[pb.DecodeEvents], pb_grpc.DecodeWorkerServicer
     async def Session(self, request_iterator: Any, context: Any) -> AsyncIterator[pb.DecodeEvents]:  # noqa: N802
         """See worker.proto."""
         router_id = await self._greet(request_iterator, context)
-        async for message in self._serve(router_id, request_iterator, _no_command):
+        async for message in self._serve(router_id, request_iterator, self._on_submit):
             yield message
 
     async def GetStats(self, request: pb.GetStatsRequest, context: Any) -> pb.GetStatsResponse:  # noqa: N802
@@ -75,22 +85,46 @@ class FakeDecodeWorker(FakeWorker[pb.DecodeEvents], pb_grpc.DecodeWorkerServicer
         """A reservation whose prefill worker is out of reach: it is kept until the router ends it."""
         self._run(job, asyncio.Event().wait)
 
-    async def _decode(self, job: GenerationJob, first_token: int) -> None:
+    def _on_submit(self, command: pb.DecodeCommand) -> None:
+        job = job_from_proto(command.submit)
+        self.jobs.append(job)
+        for number, branch in enumerate(job.branches):
+            num_computed = 0 if number else job.num_known_tokens - self.num_cached_tokens
+            self._run(branch, functools.partial(self._prefill, branch, num_computed))
+
+    async def _prefill(self, job: GenerationJob, num_computed: int) -> None:
+        """One output of a prompt that is computed here; `num_computed` tokens are counted as its own."""
+        if self.refuse_with is not None:
+            self._send(job, pb.DecodeEvent(failed=_failed(job, self.refuse_with)))
+            return
+        started = pb.PrefillStarted(request_id=job.request_id, attempt=job.attempt, decode_worker=self.info.worker_id)
+        self._send(job, pb.DecodeEvent(started=started))
+        await self.before_first_token.reach()
+        if (of_prompt := _prompt_logprobs(job)) is not None:
+            self._send(job, pb.DecodeEvent(prompt_logprobs=of_prompt))
+        token = self.draw(job, job.token_ids)
+        first = _first_token(job, token)
+        first.cached_tokens = self.num_cached_tokens
+        self._send(job, pb.DecodeEvent(first_token=first))
+        if not first.finish_reason:
+            await self._decode(job, token, num_computed)
+
+    def _send(self, job: GenerationJob, event: pb.DecodeEvent) -> None:
+        self._emit(job.router_id, pb.DecodeEvents(events=[event]))
+
+    async def _decode(self, job: GenerationJob, first_token: int, num_computed: int = 0) -> None:
         tokens = [*job.token_ids, first_token]
         first_step = True
         while True:
             await self.before_step.reach()
             if self.fail_with is not None:
-                failed = pb.JobFailed()
-                failed.CopyFrom(self.fail_with)
-                failed.request_id, failed.attempt = job.request_id, job.attempt
-                self._emit(job.router_id, pb.DecodeEvents(events=[pb.DecodeEvent(failed=failed)]))
+                self._send(job, pb.DecodeEvent(failed=_failed(job, self.fail_with)))
                 return
             first_index = len(tokens) - job.num_prompt_tokens
             new: list[int] = []
             finish = None
             while len(new) < self.tokens_per_step and finish is None:
-                token = self.next_token(tokens)
+                token = self.draw(job, tokens)
                 tokens.append(token)
                 new.append(token)
                 finish = job.finish_reason(first_index + len(new) - 1, token)
@@ -101,10 +135,12 @@ class FakeDecodeWorker(FakeWorker[pb.DecodeEvents], pb_grpc.DecodeWorkerServicer
                 token_ids=new,
                 finish_reason=finish_to_proto(finish),
                 first_step_s=FAKE_STEP_S if first_step else 0.0,
+                local_prefill_tokens=num_computed,
+                logprobs=made_up_logprobs(new, job.num_logprobs),
             )
             first_step = False
             for _ in range(self.repeat_messages):
-                self._emit(job.router_id, pb.DecodeEvents(events=[pb.DecodeEvent(tokens=step)]))
+                self._send(job, pb.DecodeEvent(tokens=step))
             if finish is not None:
                 return
             await asyncio.sleep(0)
@@ -139,6 +175,13 @@ class FakePrefillWorker(FakeWorker[pb.PrefillEvents], pb_grpc.PrefillWorkerServi
         """Workers that each job named as holders of its beginning, with their tokens."""
         self.num_fetched_tokens = 0
         """Claimed of every job, all of them cached."""
+        self.token_s = 0.0
+        """Real seconds that each token of a prompt takes, one prompt after the other. 0: they take no time at all."""
+        self._computing = asyncio.Lock()
+        self.num_kv_moves = 0
+        """Hand-offs so far; outputs of one job share one."""
+        self.max_outputs: int | None = None
+        """Jobs of more outputs are refused for good."""
         self.fail_with: pb.JobFailed | None = None
         """Sent in place of starting any job; ids are filled in."""
 
@@ -172,15 +215,19 @@ class FakePrefillWorker(FakeWorker[pb.PrefillEvents], pb_grpc.PrefillWorkerServi
         self.jobs.append(job)
         self.targets.append(targets)
         self.holders.append({h.worker_id: h.num_tokens for h in command.submit.prefix_holders})
-        self._run(job, lambda: self._prefill(job, targets))
+        kv = _Kv(KV_BYTES_PER_TOKEN * job.num_known_tokens)
+        refusal = None
+        if self.max_outputs is not None and len(job.branches) > self.max_outputs:
+            message = f"job.forks: {len(job.branches)} outputs, at most {self.max_outputs} fit"
+            refusal = pb.JobFailed(code=InvalidRequestError.code, message=message)
+        for branch in job.branches:
+            self._run(branch, functools.partial(self._prefill, branch, targets, kv, refusal))
 
-    async def _prefill(self, job: GenerationJob, targets: Sequence[str]) -> None:
+    async def _prefill(self, job: GenerationJob, targets: Sequence[str], kv: _Kv, refusal: pb.JobFailed | None) -> None:
+        """One output. `kv` is that of the prompt, which moves with the first output that is handed over."""
         await self.before_start.reach()
-        if self.fail_with is not None:
-            failed = pb.JobFailed()
-            failed.CopyFrom(self.fail_with)
-            failed.request_id, failed.attempt = job.request_id, job.attempt
-            self._send(job, pb.PrefillEvent(failed=failed))
+        if (fail_with := refusal or self.fail_with) is not None:
+            self._send(job, pb.PrefillEvent(failed=_failed(job, fail_with)))
             return
         peer = next(peer for peer in map(self._peers, targets) if peer is not None)
         needs_decode = job.num_remaining_tokens > 1
@@ -190,38 +237,40 @@ class FakePrefillWorker(FakeWorker[pb.PrefillEvents], pb_grpc.PrefillWorkerServi
             decode_worker=peer.info.worker_id if needs_decode else "",
         )
         self._send(job, pb.PrefillEvent(started=started))
-        token = self.next_token(job.token_ids)
+        token = self.draw(job, job.token_ids)
         finish = job.finish_reason(job.first_output_index, token)
         if finish is None and self.moves:
             peer.hold_reservation(job)
             peer = next(peer for peer in map(self._peers, reversed(targets)) if peer is not None)
         if finish is None and self.hand_off_before_first_token:
             peer.take_over(job, token)
+        prefill_s = FAKE_PREFILL_S
+        if self.token_s:
+            prefill_s = self.token_s * job.num_known_tokens
+            async with self._computing:
+                await asyncio.sleep(prefill_s)
         await self.before_first_token.reach()
-        first = pb.FirstToken(
-            request_id=job.request_id,
-            attempt=job.attempt,
-            index=job.first_output_index,
-            token_id=token,
-            finish_reason=finish_to_proto(finish),
-            prefill_s=FAKE_PREFILL_S,
-            cached_tokens=self.num_fetched_tokens,
-            fetched_tokens=self.num_fetched_tokens,
-            fetch_s=FAKE_FETCH_S if self.num_fetched_tokens else 0.0,
-        )
+        if (of_prompt := _prompt_logprobs(job)) is not None:
+            self._send(job, pb.PrefillEvent(prompt_logprobs=of_prompt))
+        first = _first_token(job, token)
+        first.prefill_s = prefill_s
+        first.cached_tokens = first.fetched_tokens = self.num_fetched_tokens
+        first.fetch_s = FAKE_FETCH_S if self.num_fetched_tokens else 0.0
         self._send(job, pb.PrefillEvent(first_token=first))
         if finish is not None:
             return
         await self.before_hand_off.reach()
         if not self.hand_off_before_first_token:
             peer.take_over(job, token)
+        self.num_kv_moves += not kv.moved
+        kv_bytes = kv.move()
         await self.before_report.reach()
         done = pb.HandedOff(
             request_id=job.request_id,
             attempt=job.attempt,
             decode_worker=peer.info.worker_id,
             transport="grpc",
-            kv_bytes=KV_BYTES_PER_TOKEN * job.num_known_tokens,
+            kv_bytes=kv_bytes,
             transfer_s=0.0,
         )
         self._send(job, pb.PrefillEvent(handed_off=done))
@@ -230,5 +279,42 @@ class FakePrefillWorker(FakeWorker[pb.PrefillEvents], pb_grpc.PrefillWorkerServi
         self._emit(job.router_id, pb.PrefillEvents(events=[event]))
 
 
-def _no_command(command: pb.DecodeCommand) -> None:
-    raise AssertionError(f"unexpected {command.WhichOneof('command')}")
+class _Kv:
+    """That of one prompt, on its way to a decode worker."""
+
+    def __init__(self, num_bytes: int) -> None:
+        self._num_bytes = num_bytes
+        self.moved = False
+
+    def move(self) -> int:
+        """How many bytes that takes: it moves once."""
+        num_bytes = 0 if self.moved else self._num_bytes
+        self.moved = True
+        return num_bytes
+
+
+def _prompt_logprobs(job: GenerationJob) -> pb.PromptLogprobs | None:
+    scores = made_up_logprobs(job.token_ids[1 : job.num_prompt_tokens], job.num_prompt_logprobs)
+    if scores is None:
+        return None
+    return pb.PromptLogprobs(request_id=job.request_id, attempt=job.attempt, first_index=1, logprobs=scores)
+
+
+def _first_token(job: GenerationJob, token: int) -> pb.FirstToken:
+    index = job.first_output_index
+    return pb.FirstToken(
+        request_id=job.request_id,
+        attempt=job.attempt,
+        index=index,
+        token_id=token,
+        finish_reason=finish_to_proto(job.finish_reason(index, token)),
+        prefill_s=FAKE_PREFILL_S,
+        logprobs=made_up_logprobs((token,), job.num_logprobs),
+    )
+
+
+def _failed(job: GenerationJob, template: pb.JobFailed) -> pb.JobFailed:
+    failed = pb.JobFailed()
+    failed.CopyFrom(template)
+    failed.request_id, failed.attempt = job.request_id, job.attempt
+    return failed

@@ -130,7 +130,7 @@ async def _hand_over(handoff: Handoff, first_token: int) -> None:
 def check_owned(p: Prefill, d: Decode, blocks: Sequence[int], outcome: Outcome, *, seed: int, first_token: int) -> None:
     """The decode worker has this request, this attempt alone, and everything of it is as it was sent."""
     assert outcome.id is not None, f"every attempt failed: {outcome.errors}"
-    assert d.admission.committed.get(outcome.id) == first_token
+    assert d.admission.committed.get(outcome.id) == (first_token,)
     others = [h for h in d.admission.committed if h.request_id == outcome.id.request_id and h != outcome.id]
     assert not others, f"{others} are decoded beside {outcome.id}"
     job = d.admission.jobs[outcome.id]

@@ -11,6 +11,7 @@ from kv_transfer import decode_states as ds
 from kv_transfer import decode_table, prefill_table
 from kv_transfer import prefill_states as ps
 from kv_transfer.messages import (
+    ENDED,
     AbortAck,
     ChunkAck,
     Commit,
@@ -37,10 +38,12 @@ from pdserve.testing.handoff_model_parcels import (
     plain_prefill,
 )
 from pdserve.testing.handoff_model_world import NOBODY, NOT_BEGUN, Flight, Link, Scenario, World
-from pdserve.types import GenerationJob, HandoffId
+from pdserve.types import Fork, GenerationJob, HandoffId
 
 DAMAGED = -1
 """What a place holds after bytes whose checksum turned out to be wrong."""
+NUM_BRANCHES = 3
+"""Outputs of each job."""
 LOST = ps.Failure(code="worker_lost", message="")
 CANCEL = ps.Failure(code="cancelled", message="")
 _LAYOUT = KvLayout(dtype="float32", block_size=1, num_layers=1, num_kv_heads=1, head_dim=1)
@@ -109,8 +112,8 @@ class Parties:
         offer = ps.Offer(id=self._id(self.machine_of[leg]), plan=self.plan, timers=P_TIMERS)
         state = prefill_table.start(offer, 0.0)
         if not self.scenario.computes:
-            first_token = 1 if self.scenario.commits else None
-            state = replace(state, frontier=Frontier(self.scenario.num_chunks), first_token=first_token)
+            first_tokens = self.first_tokens(self.machine_of[leg]) if self.scenario.commits else None
+            state = replace(state, frontier=Frontier(self.scenario.num_chunks), first_tokens=first_tokens)
         w = w._replace(p=put(w.p, leg, self.prefill_states.of(state)))
         number = self.link_of[leg]
         link = w.links[number]
@@ -197,7 +200,9 @@ class Parties:
                 if w.owner[worker] != machine:
                     raise Violation(f"owner: machine {machine} releases what {w.owner[worker]} owns")
                 return w._replace(owner=put(w.owner, worker, NOBODY))
-            case ds.StartDecode():
+            case ds.StartDecode(first_tokens):
+                if first_tokens != self.first_tokens(machine):
+                    raise Violation(f"tokens: machine {machine} goes on from {first_tokens}, which nobody has drawn")
                 return w._replace(commits=put(w.commits, machine, self._nonce_of(w, machine)))
             case ds.FenceLink(link):
                 return self.fence(w, self.link_of_machine[machine], link.generation)
@@ -215,7 +220,15 @@ class Parties:
         for place in range(self.num_held(w, machine)):
             w = self._write(w, worker, place, nonce)
         plan = self._plan_of(w, machine)
-        return self.decode(w, machine, ds.Allocated(nonce, link, plan.num_chunks, plan.first_token, plan.plan_hash))
+        return self.decode(
+            w,
+            machine,
+            ds.Allocated(nonce, link, plan.num_chunks, plan.first_token, plan.plan_hash, NUM_BRANCHES),
+        )
+
+    def first_tokens(self, machine: int) -> tuple[int, ...]:
+        """What the prefill worker draws for an attempt: the last output ends with it."""
+        return (10 + self.machines[machine][1], *(20,) * (NUM_BRANCHES - 2), ENDED)
 
     def _plan_of(self, w: World, machine: int) -> ChunkPlan:
         """What the decode worker asks to be sent."""
@@ -309,7 +322,8 @@ class Parties:
             router_id="x",
             token_ids=(1,),
             num_prompt_tokens=1,
-            max_new_tokens=1,
+            max_new_tokens=2,
+            forks=tuple(Fork(request_id=f"r-{i}", attempt=1, seed=i) for i in range(1, NUM_BRANCHES)),
         )
         return Reserve(handoff, job, self.plan.num_tokens, self.plan.plan_hash)
 

@@ -197,16 +197,17 @@ class HandoffModel:
 
     def _compute(self, w: World, leg: int, state: ps.PrefillState) -> Iterator[Move]:
         match state:
-            case ps.Reserving(frontier=Frontier(num_tokens=num_final), first_token=first_token):
+            case ps.Reserving(frontier=Frontier(num_tokens=num_final), first_tokens=first_tokens):
                 pass
-            case ps.Pushing(push=ps.Push(frontier=Frontier(num_tokens=num_final), first_token=first_token)):
+            case ps.Pushing(push=ps.Push(frontier=Frontier(num_tokens=num_final), first_tokens=first_tokens)):
                 pass
             case _:
                 return
         if num_final < self.scenario.num_chunks:
             yield ("compute", "leg", leg), self.parties.prefill(w, leg, ps.Computed(Frontier(num_final + 1)))
-        elif first_token is None:
-            yield ("draw", "leg", leg), self.parties.prefill(w, leg, ps.CommitRequested(1))
+        elif first_tokens is None:
+            drawn = self.parties.first_tokens(self.parties.machine_of[leg])
+            yield ("draw", "leg", leg), self.parties.prefill(w, leg, ps.CommitRequested(drawn))
 
     def _window(self, w: World, leg: int) -> int | None:
         """The chunk that the link lets go next, if it is one of this leg's: the oldest hand-off that has one goes

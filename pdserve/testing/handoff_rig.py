@@ -65,7 +65,8 @@ class CountingAdmission:
         self.num_blocks = num_blocks
         self.free = list(range(num_blocks))
         self.held: dict[HandoffId, list[int]] = {}
-        self.committed: dict[HandoffId, int] = {}
+        self.committed: dict[HandoffId, tuple[int, ...]] = {}
+        """With the first tokens."""
         self.jobs: dict[HandoffId, GenerationJob] = {}
         """Of every hand-off that was ever reserved."""
         self.superseded: list[HandoffId] = []
@@ -92,12 +93,12 @@ class CountingAdmission:
         assert handoff not in self.committed
         self.free += self.held.pop(handoff)
 
-    def commit(self, handoff: HandoffId, first_token: int, *, exact: bool) -> None:
+    def commit(self, handoff: HandoffId, first_tokens: tuple[int, ...], *, exact: bool) -> None:
         """See `Admission`."""
         assert handoff in self.held and handoff not in self.committed
         if not exact:
             self.inexact.add(handoff)
-        self.committed[handoff] = first_token
+        self.committed[handoff] = first_tokens
 
     def supersede(self, handoff: HandoffId) -> None:
         """See `Admission`."""

@@ -20,10 +20,10 @@ from pdserve.testing.tiny_tokenizers import CHAT_TEMPLATE
 READ_TIMEOUT_S = 20.0
 
 
-def make_chat_model(directory: Path) -> Path:
+def make_chat_model(directory: Path, template: str = CHAT_TEMPLATE) -> Path:
     """As `router_rig.make_model`, with a BOS and a chat template."""
     shape = TinyShape(num_layers=1, hidden_size=32, intermediate_size=32, max_position_embeddings=CONTEXT)
-    options = TinyOptions(add_bos=True, chat_template=CHAT_TEMPLATE)
+    options = TinyOptions(add_bos=True, chat_template=template)
     return make_tiny_kv(directory / MODEL, shape=shape, options=options)
 
 

@@ -75,3 +75,7 @@ class NumpyBlockStore:
             raise ValueError(f"{len(blocks)} blocks of {nbytes} bytes, got {data.nbytes}")
         for view in views:
             view[:], data = data[: view.nbytes], data[view.nbytes :]
+
+    def copy(self, source: int, destination: int) -> None:
+        """See `KvBlockStore`."""
+        self.data[destination] = self.data[source]

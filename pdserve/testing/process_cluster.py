@@ -17,6 +17,7 @@ import grpc
 import psutil
 
 from pdserve.client import Client
+from pdserve.client.access import Access
 from pdserve.config import Config, load_config
 from pdserve.errors import NotFoundError
 from pdserve.launch.cluster import LocalCluster
@@ -26,6 +27,8 @@ from pdserve.launch.verify import num_keys_without_ttl
 from pdserve.rpc.codec import stats_from_proto
 from pdserve.rpc.options import CHANNEL_OPTIONS
 from pdserve.rpc.v1 import worker_pb2, worker_pb2_grpc
+from pdserve.security.identity import PeerRole, server_name
+from pdserve.security.internal import InternalTls
 from pdserve.types import Role, WorkerStats
 from pdserve.worker_info import WorkerInfo
 
@@ -53,8 +56,10 @@ class ProcessCluster:
     """Use as a context manager. Leaving it stops everything and checks that nothing is left; so does `assert_quiet`
     while it runs."""
 
-    def __init__(self, model: Path | str, **overrides: Any) -> None:
-        """`overrides` are settings, with two underscores for the dot: `kv__num_blocks=64`."""
+    def __init__(self, model: Path | str, *, access: Access | None = None, **overrides: Any) -> None:
+        """`access` is how to get into the router, if it asks for TLS or a key.
+
+        `overrides` are settings, with two underscores for the dot: `kv__num_blocks=64`."""
         settings: dict[str, Any] = {
             "model.path": str(model),
             "router.listen": "127.0.0.1:0",
@@ -65,12 +70,14 @@ class ProcessCluster:
             "engine.threads": 1,
             # Computes in float32 on the weights as they are, which is what tokens are compared with.
             "engine.kind": "torch",
+            # Prompts are computed by prefill workers, unless a test is about something else.
+            "decode.local_prefill_tokens_per_step": 0,
         }
         settings |= {name.replace("__", "."): value for name, value in overrides.items()}
         self.settings = settings
         self.config: Config = load_config(environ={}, overrides=settings)
         self._lines: list[tuple[str, str]] = []
-        self.local = LocalCluster(self.config, sink=lambda name, line: self._lines.append((name, line)))
+        self.local = LocalCluster(self.config, sink=lambda name, line: self._lines.append((name, line)), access=access)
         self._added: dict[str, ManagedProcess] = {}
         self._client: Client | None = None
         self._pids: dict[str, int] = {}
@@ -97,11 +104,29 @@ class ProcessCluster:
 
     def stats(self) -> dict[str, WorkerStats]:
         """What each connected worker is doing now, by its own account."""
-        return {worker_id: _stats_of(info) for worker_id, info in self.infos().items()}
+        return {worker_id: self._stats_of(info) for worker_id, info in self.infos().items()}
 
     def stats_of(self, role: Role) -> list[WorkerStats]:
         """`stats` of the workers of one kind."""
-        return [_stats_of(info) for info in self.infos().values() if info.role is role]
+        return [self._stats_of(info) for info in self.infos().values() if info.role is role]
+
+    def _stats_of(self, info: WorkerInfo) -> WorkerStats:
+        with self._worker_channel(info) as channel:
+            stub = (
+                worker_pb2_grpc.PrefillWorkerStub(channel)
+                if info.role is Role.PREFILL
+                else worker_pb2_grpc.DecodeWorkerStub(channel)
+            )
+            answer = stub.GetStats(worker_pb2.GetStatsRequest(), timeout=CALL_TIMEOUT_S)
+        return stats_from_proto(answer.stats)
+
+    def _worker_channel(self, info: WorkerInfo) -> grpc.Channel:
+        tls = InternalTls.of(self.config, PeerRole.OPERATOR)
+        if tls is None:
+            return grpc.insecure_channel(info.address, options=list(CHANNEL_OPTIONS))
+        name = server_name(self.config.cluster, info.role.value)
+        options = [*CHANNEL_OPTIONS, ("grpc.ssl_target_name_override", name)]
+        return grpc.secure_channel(info.address, tls.channel_credentials(), options=options)
 
     def assert_quiet(self, timeout_s: float = QUIET_TIMEOUT_S) -> None:
         """QUIET: nothing runs, waits or holds a block anywhere, and every key in redis has a TTL.
@@ -183,7 +208,7 @@ class ProcessCluster:
         # Nothing else starts meanwhile, so this includes the redis server.
         self._watched = set(psutil.Process().children(recursive=True)) - before
         self._pids = {p.name: p.pid for p in self.local.processes}
-        self._client = Client(self.address, timeout_s=CALL_TIMEOUT_S)
+        self._client = self.local.connect(timeout_s=CALL_TIMEOUT_S)
         return self
 
     def __exit__(
@@ -214,14 +239,3 @@ def _set_event() -> threading.Event:
     event = threading.Event()
     event.set()
     return event
-
-
-def _stats_of(info: WorkerInfo) -> WorkerStats:
-    with grpc.insecure_channel(info.address, options=list(CHANNEL_OPTIONS)) as channel:
-        stub = (
-            worker_pb2_grpc.PrefillWorkerStub(channel)
-            if info.role is Role.PREFILL
-            else worker_pb2_grpc.DecodeWorkerStub(channel)
-        )
-        answer = stub.GetStats(worker_pb2.GetStatsRequest(), timeout=CALL_TIMEOUT_S)
-    return stats_from_proto(answer.stats)

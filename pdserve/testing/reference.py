@@ -237,7 +237,7 @@ def generate(
                     token_ids=sequence.tokens[begin : begin + count],
                     start_position=begin,
                     block_table=sequence.block_table,
-                    sample=SampleRequest(params=params[i]) if count == pending else None,
+                    samples=(SampleRequest(params=params[i]),) if count == pending else (),
                 )
             )
             if count == pending:

@@ -23,6 +23,7 @@ from pdserve.testing.fake_fleet import FakeFleet
 from pdserve.testing.fake_worker_base import NextToken, generate, hashed_token
 from pdserve.testing.tiny_models import TinyShape, make_tiny_kv
 from pdserve.testing.waiting import eventually
+from pdserve.types import Role
 from router.service import RouterService
 
 MODEL = "tiny"
@@ -172,10 +173,10 @@ class RouterRigs:
         self._redis_url = redis_url
         self._model_path = model_path
 
-    def new_fleet(self, next_token: NextToken = NEXT_TOKEN) -> FakeFleet:
-        """Fake workers of the model."""
+    def new_fleet(self, next_token: NextToken = NEXT_TOKEN, *, seeded: bool = False) -> FakeFleet:
+        """Fake workers of the model, see FakeFleet."""
         fingerprint = open_model(str(self._model_path)).fingerprint
-        return FakeFleet(self._store, model=MODEL, model_fingerprint=fingerprint, next_token=next_token)
+        return FakeFleet(self._store, model=MODEL, model_fingerprint=fingerprint, next_token=next_token, seeded=seeded)
 
     @contextlib.asynccontextmanager
     async def router(self, **router: Any) -> AsyncIterator[tuple[RouterService, RouterClient]]:
@@ -193,16 +194,25 @@ class RouterRigs:
 
     @contextlib.asynccontextmanager
     async def start(
-        self, prefill: int = 1, decode: int = 1, *, next_token: NextToken = NEXT_TOKEN, **router: Any
+        self,
+        prefill: int = 1,
+        decode: int = 1,
+        *,
+        next_token: NextToken = NEXT_TOKEN,
+        seeded: bool = False,
+        prefill_chunk_tokens: int = 0,
+        **router: Any,
     ) -> AsyncIterator[RouterRig]:
-        """A router with that many workers, p0.. and d0... At the end no request and no task may be left."""
+        """A router with that many workers, p0.. and d0... Decode workers compute prompts if `prefill_chunk_tokens` is
+        not 0. At the end no request and no task may be left."""
         async with assert_no_leaks():
-            fleet = self.new_fleet(next_token)
+            fleet = self.new_fleet(next_token, seeded=seeded)
             try:
                 for i in range(prefill):
                     await fleet.add_prefill(f"p{i}")
                 for i in range(decode):
-                    await fleet.add_decode(f"d{i}")
+                    info = fleet.info(f"d{i}", Role.DECODE, prefill_chunk_tokens=prefill_chunk_tokens)
+                    await fleet.add_decode(f"d{i}", info)
                 async with self.router(**router) as (service, client):
                     rig = RouterRig(service, fleet, client)
                     await rig.wait_ready(prefill + decode)
@@ -221,6 +231,6 @@ def ask(max_tokens: int | None = 8, prompt: Sequence[int] = PROMPT, **fields: An
     return pb.GenerateRequest(**fields)
 
 
-def expected(num_tokens: int, prompt: Sequence[int] = PROMPT) -> list[int]:
-    """What an undisturbed run generates."""
-    return generate(prompt, num_tokens, NEXT_TOKEN)
+def expected(num_tokens: int, prompt: Sequence[int] = PROMPT, *, seed: int | None = None) -> list[int]:
+    """What an undisturbed run generates, with a seed if the workers of the fleet heed it."""
+    return generate(prompt if seed is None else (seed, *prompt), num_tokens, NEXT_TOKEN)

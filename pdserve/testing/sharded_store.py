@@ -58,6 +58,11 @@ class ShardedStore:
         for store in stores:
             store.write(blocks, layer_begin, layer_end, data, own)
 
+    def copy(self, source: int, destination: int) -> None:
+        """See `KvBlockStore`."""
+        for _, store in self._shards:
+            store.copy(source, destination)
+
     def _holders(self, heads: HeadRange | None) -> tuple[list[KvBlockStore], HeadRange]:
         """The stores that hold these heads, and where there."""
         begin, end = (0, self._layout.num_kv_heads) if heads is None else heads

@@ -12,23 +12,29 @@ from typing import Any, Self
 import grpc
 
 from pdserve.rpc.codec import holder_to_proto, job_to_proto, target_to_proto
-from pdserve.rpc.options import CHANNEL_OPTIONS
 from pdserve.rpc.v1 import common_pb2, worker_pb2_grpc
 from pdserve.rpc.v1 import worker_pb2 as pb
+from pdserve.security.internal import PLAINTEXT, Channels
 from pdserve.testing.waiting import eventually
 from pdserve.types import DecodeTarget, GenerationJob, HandoffId, PrefixHolder
 
 Command = pb.PrefillCommand | pb.DecodeCommand
-Event = pb.PrefillStarted | pb.FirstToken | pb.HandedOff | pb.JobFailed | pb.StepTokens
+Event = pb.PrefillStarted | pb.PromptLogprobs | pb.FirstToken | pb.HandedOff | pb.JobFailed | pb.StepTokens
 
 
 class WorkerSession:
     """One Session stream to one worker."""
 
     def __init__(
-        self, address: str, role: str, router_id: str, events: dict[HandoffId, list[Event]], heartbeat_s: float
+        self,
+        address: str,
+        role: str,
+        router_id: str,
+        events: dict[HandoffId, list[Event]],
+        heartbeat_s: float,
+        channels: Channels,
     ) -> None:
-        self._channel = grpc.aio.insecure_channel(address, options=list(CHANNEL_OPTIONS))
+        self._channel = channels.open(address, role)
         self._prefill = role == "prefill"
         self._router_id = router_id
         self._events = events
@@ -124,7 +130,17 @@ def _prefill_event(wrapped: pb.PrefillEvent) -> Event:
 
 
 def _decode_event(wrapped: pb.DecodeEvent) -> Event:
-    return wrapped.tokens if wrapped.WhichOneof("event") == "tokens" else wrapped.failed
+    match wrapped.WhichOneof("event"):
+        case "tokens":
+            return wrapped.tokens
+        case "started":
+            return wrapped.started
+        case "prompt_logprobs":
+            return wrapped.prompt_logprobs
+        case "first_token":
+            return wrapped.first_token
+        case _:
+            return wrapped.failed
 
 
 class ScriptedRouter:
@@ -132,12 +148,20 @@ class ScriptedRouter:
 
     _numbers = itertools.count(1)
 
-    def __init__(self, *addresses: tuple[str, str], router_id: str | None = None, heartbeat_s: float = 0.2) -> None:
+    def __init__(
+        self,
+        *addresses: tuple[str, str],
+        router_id: str | None = None,
+        heartbeat_s: float = 0.2,
+        channels: Channels = PLAINTEXT,
+    ) -> None:
         """`addresses` are pairs of role and host:port."""
         self.router_id = router_id or f"router-{next(self._numbers)}"
         self.events: dict[HandoffId, list[Event]] = defaultdict(list)
         """What workers said of each request, in the order of arrival."""
-        self.sessions = [WorkerSession(a, role, self.router_id, self.events, heartbeat_s) for role, a in addresses]
+        self.sessions = [
+            WorkerSession(a, role, self.router_id, self.events, heartbeat_s, channels) for role, a in addresses
+        ]
 
     async def __aenter__(self) -> Self:
         for session in self.sessions:
@@ -165,6 +189,11 @@ class ScriptedRouter:
             prefix_holders=[holder_to_proto(h) for h in holders],
         )
         await (session or self.sessions[0]).send(pb.PrefillCommand(submit=message))
+        return HandoffId(job.request_id, job.attempt)
+
+    async def submit_local(self, job: GenerationJob, *, session: WorkerSession | None = None) -> HandoffId:
+        """Have a decode worker compute a prompt itself, by default that of the last session."""
+        await (session or self.sessions[-1]).send(pb.DecodeCommand(submit=job_to_proto(job)))
         return HandoffId(job.request_id, job.attempt)
 
     async def cancel(self, key: HandoffId) -> None:

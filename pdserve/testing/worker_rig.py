@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from pdserve.config import Config
+from pdserve.security.identity import PeerRole
+from pdserve.security.internal import Channels, InternalTls
 from pdserve.testing.cluster import InProcessCluster
 from pdserve.testing.fake_engine import FakeEngine, FakeEngines, expected
 from pdserve.testing.worker_client import ScriptedRouter
@@ -80,7 +82,8 @@ async def rig(
             *(("prefill", s.host.info.address) for s in cluster.prefill),
             *(("decode", s.host.info.address) for s in cluster.decode),
         ]
-        async with ScriptedRouter(*sessions) as router:
+        channels = Channels(InternalTls.of(config, PeerRole.ROUTER))
+        async with ScriptedRouter(*sessions, channels=channels) as router:
             yield Rig(cluster, router, [e.engine for e in p], [e.engine for e in d], itertools.count(1))
             for engine in (*(e.engine for e in p), *(e.engine for e in d)):
                 engine.resume()

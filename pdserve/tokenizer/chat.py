@@ -8,19 +8,26 @@ from __future__ import annotations
 
 import datetime
 import json
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NoReturn
+import secrets
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Final, NoReturn
 
 import jinja2
-from jinja2 import nodes
+from jinja2 import meta, nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from pdserve.errors import InvalidRequestError, ModelLoadError
 
-ROLES = ("system", "user", "assistant")
+ROLES: Final = ("system", "user", "assistant", "tool")
 """Roles a message may have. A template may refuse some of them, or some orders of them."""
+
+Messages = Sequence[Mapping[str, Any]]
+
+_FIELDS: Final = ("role", "content", "name", "tool_calls", "tool_call_id")
+_CUT: Final = "\ue002"
+"""A private-use character, which templates pass through."""
 
 
 class ChatTemplate:
@@ -33,16 +40,25 @@ class ChatTemplate:
         """
         self.source = source
         self._variables = dict(variables)
+        environment = _environment()
         try:
-            self._template = _environment().from_string(source)
+            self._template = environment.from_string(source)
+            variables_used = meta.find_undeclared_variables(environment.parse(source))
         except jinja2.TemplateSyntaxError as exc:
             raise ModelLoadError(f"{where}: line {exc.lineno}: {exc.message}") from exc
+        self.takes_tools = "tools" in variables_used
+        """Whether it shows the model what functions there are."""
 
-    def render(self, messages: Sequence[Mapping[str, str]], *, add_generation_prompt: bool, **kwargs: Any) -> str:
-        """The text of checked messages. `kwargs` become template variables (`enable_thinking`, ...).
+    def render(
+        self, messages: Messages, *, add_generation_prompt: bool, continue_final_message: bool = False, **kwargs: Any
+    ) -> str:
+        """The text of checked messages. `kwargs` become template variables (`tools`, `enable_thinking`, ...).
 
-        Raises InvalidRequestError with the template's own words when it refuses the messages.
+        With `continue_final_message` it ends where the content of the last message does. Raises InvalidRequestError,
+        with the template's own words when it refuses the messages.
         """
+        if continue_final_message:
+            return self._render_open(messages, kwargs)
         # Templates test `tools is none` without asking whether it is defined.
         variables = {**self._variables, "tools": None, "documents": None, **kwargs}
         try:
@@ -51,16 +67,54 @@ class ChatTemplate:
             # The template is foreign code: whatever it raises is its answer to these messages.
             raise InvalidRequestError(f"messages: the chat template refused them: {exc}", field="messages") from exc
 
+    def _render_open(self, messages: Messages, kwargs: Mapping[str, Any]) -> str:
+        """Up to a mark at the end of the last message: its content alone may be anywhere in what follows it."""
+        *before, last = messages
+        mark = f"{_CUT}{secrets.token_hex(12)}{_CUT}"
+        marked = [*before, {**last, "content": last["content"] + mark}]
+        text, found, _ = self.render(marked, add_generation_prompt=False, **kwargs).rpartition(mark)
+        if not found:
+            raise InvalidRequestError(
+                "messages: the chat template does not show the last one as it is, so it cannot be continued",
+                field="messages",
+            )
+        return text
 
-def check_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, str]]:
+
+def check_messages(messages: Messages) -> list[dict[str, Any]]:
     """Messages with plain string content.
 
     `content` is a string or a list of `{"type": "text", "text": ...}` parts, which are joined with newlines. An empty
-    string is content too. Raises InvalidRequestError that names the message and field otherwise.
+    string is content too. Other fields (`name`, `tool_calls`, `tool_call_id`) are the template's business. Raises
+    InvalidRequestError that names the message and field otherwise.
     """
     if not messages:
         raise InvalidRequestError("messages: must hold at least one message", field="messages")
     return [_check_message(message, f"messages[{i}]") for i, message in enumerate(messages)]
+
+
+def texts_of(value: Any) -> Iterator[str]:
+    """Every string in a JSON value, names of fields included."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        for name, item in value.items():
+            yield name
+            yield from texts_of(item)
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from texts_of(item)
+
+
+def map_texts(value: Any, change: Callable[[str], str]) -> Any:
+    """A copy of a JSON value with every string in it changed, names of fields included."""
+    if isinstance(value, str):
+        return change(value)
+    if isinstance(value, Mapping):
+        return {change(name): map_texts(item, change) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [map_texts(item, change) for item in value]
+    return value
 
 
 def require_unicode(text: str, field: str) -> str:
@@ -75,18 +129,18 @@ def require_unicode(text: str, field: str) -> str:
     return text
 
 
-def _check_message(message: Mapping[str, Any], path: str) -> dict[str, str]:
+def _check_message(message: Mapping[str, Any], path: str) -> dict[str, Any]:
     if not isinstance(message, Mapping):
         raise InvalidRequestError(f"{path}: must be an object with role and content", field=path)
     for key in message:
-        if key not in ("role", "content"):
+        if key not in _FIELDS:
             raise InvalidRequestError(
-                f"{path}.{key}: is not supported; a message has role and content", field=f"{path}.{key}"
+                f"{path}.{key}: is not supported; a message has {', '.join(_FIELDS)}", field=f"{path}.{key}"
             )
     role = message.get("role")
     if role not in ROLES:
         raise InvalidRequestError(f"{path}.role: must be one of {', '.join(ROLES)}, got {role!r}", field=f"{path}.role")
-    return {"role": role, "content": _check_content(message.get("content"), f"{path}.content")}
+    return {**message, "content": _check_content(message.get("content"), f"{path}.content")}
 
 
 def _check_content(content: Any, path: str) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 import tokenizers
 
 from pdserve.errors import InvalidRequestError
-from pdserve.tokenizer.chat import ChatTemplate, check_messages, require_unicode
+from pdserve.tokenizer.chat import ChatTemplate, check_messages, map_texts, require_unicode, texts_of
 from pdserve.tokenizer.content_shield import ContentShield, any_of
 from pdserve.tokenizer.pieces import DecodeRule
 
@@ -71,6 +71,11 @@ class Tokenizer:
         """The Jinja text of the chat template; None if the model has none."""
         return self._chat_template.source if self._chat_template is not None else None
 
+    @property
+    def chat_template_takes_tools(self) -> bool:
+        """Whether the chat template shows the model what functions it may call."""
+        return self._chat_template is not None and self._chat_template.takes_tools
+
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of raw text. Raises InvalidRequestError for text that is not valid Unicode."""
         require_unicode(text, "text")
@@ -108,8 +113,9 @@ class Tokenizer:
     ) -> str:
         """The text of a chat, for people to read. To get its tokens use `encode_chat`.
 
-        `messages` have `role` and `content` (see `check_messages`); `kwargs` become variables of the template.
-        Raises InvalidRequestError when messages are malformed, refused by the template, or the model has no template.
+        `messages` have `role` and `content` (see `check_messages`); `kwargs` become variables of the template, but for
+        `continue_final_message` (see `ChatTemplate.render`). Raises InvalidRequestError when messages are malformed,
+        refused by the template, or the model has no template.
         """
         return self._template().render(check_messages(messages), add_generation_prompt=add_generation_prompt, **kwargs)
 
@@ -122,12 +128,15 @@ class Tokenizer:
         writes none was trained without.
         """
         template, checked = self._template(), check_messages(messages)
-        if not any(self._any_special.search(message["content"]) for message in checked):
+        # What clients write, in contrast to what the template does.
+        written = {"messages": checked, "tools": kwargs.get("tools")}
+        if not any(self._any_special.search(text) for text in texts_of(written)):
             rendered = template.render(checked, add_generation_prompt=add_generation_prompt, **kwargs)
             return self.encode(rendered, add_special_tokens=False)
         shield = self._content_shield()
-        hidden = [{**message, "content": shield.hide(message["content"])} for message in checked]
-        rendered = template.render(hidden, add_generation_prompt=add_generation_prompt, **kwargs)
+        hidden = map_texts(written, shield.hide)
+        variables = {**kwargs, "tools": hidden["tools"]}
+        rendered = template.render(hidden["messages"], add_generation_prompt=add_generation_prompt, **variables)
         return shield.encode(require_unicode(rendered, "messages"))
 
     def _template(self) -> ChatTemplate:

@@ -14,6 +14,7 @@ from pdserve.rpc.codec import (
     target_from_proto,
     worker_info_to_proto,
 )
+from pdserve.rpc.v1 import common_pb2
 from pdserve.rpc.v1 import worker_pb2 as pb
 from pdserve.types import HandoffId, WorkerStats
 from pdserve.worker.events import (
@@ -32,6 +33,7 @@ from pdserve.worker.events import (
     PromptLogprobs,
     StepTokens,
     Submit,
+    SubmitLocal,
 )
 from pdserve.worker_info import WorkerInfo
 
@@ -50,10 +52,15 @@ def prefill_command_from_proto(message: pb.PrefillCommand) -> PrefillCommand:
 
 
 def decode_command_from_proto(message: pb.DecodeCommand) -> DecodeCommand:
-    """Never raises."""
+    """As `prefill_command_from_proto`."""
     match message.WhichOneof("command"):
         case "hello":
             return Hello(router_id=message.hello.router_id)
+        case "submit":
+            try:
+                return SubmitLocal(job=job_from_proto(message.submit))
+            except InvalidRequestError as error:
+                return _malformed(message.submit, error)
         case "cancel":
             return Cancel(id=HandoffId(message.cancel.request_id, message.cancel.attempt))
         case _:
@@ -64,13 +71,17 @@ def _submit(message: pb.PrefillJob) -> Submit | Malformed:
     try:
         job = job_from_proto(message.job)
     except InvalidRequestError as error:
-        id_ = HandoffId(message.job.request_id, message.job.attempt)
-        return Malformed(failure=JobFailed.of(id_, error))
+        return _malformed(message.job, error)
     return Submit(
         job=job,
         targets=tuple(target_from_proto(t) for t in message.decode),
         holders=tuple(holder_from_proto(h) for h in message.prefix_holders),
     )
+
+
+def _malformed(job: common_pb2.GenerationJob, error: InvalidRequestError) -> Malformed:
+    ids = (HandoffId(job.request_id, job.attempt), *(HandoffId(fork.request_id, fork.attempt) for fork in job.forks))
+    return Malformed(failures=tuple(JobFailed.of(id_, error) for id_ in ids))
 
 
 def prefill_events_to_proto(
@@ -101,54 +112,19 @@ def _hello(info: WorkerInfo, stats: WorkerStats | None) -> pb.WorkerHello:
     return pb.WorkerHello(info=worker_info_to_proto(info), stats=None if stats is None else stats_to_proto(stats))
 
 
-def _failed(event: JobFailed) -> pb.JobFailed:
-    return pb.JobFailed(
-        request_id=event.id.request_id,
-        attempt=event.id.attempt,
-        code=event.code,
-        message=event.message,
-        retryable=event.retryable,
-        blame=event.blame,
-    )
-
-
 def _prefill_event(event: PrefillEvent) -> pb.PrefillEvent:
-    request_id, attempt = event.id.request_id, event.id.attempt
     match event:
         case PrefillStarted():
-            return pb.PrefillEvent(
-                started=pb.PrefillStarted(request_id=request_id, attempt=attempt, decode_worker=event.decode_worker)
-            )
+            return pb.PrefillEvent(started=_started(event))
         case PromptLogprobs():
-            return pb.PrefillEvent(
-                prompt_logprobs=pb.PromptLogprobs(
-                    request_id=request_id,
-                    attempt=attempt,
-                    first_index=event.first_index,
-                    logprobs=logprobs_to_proto(event.tokens),
-                )
-            )
+            return pb.PrefillEvent(prompt_logprobs=_prompt_logprobs(event))
         case FirstToken():
-            return pb.PrefillEvent(
-                first_token=pb.FirstToken(
-                    request_id=request_id,
-                    attempt=attempt,
-                    index=event.index,
-                    token_id=event.token_id,
-                    finish_reason=finish_to_proto(event.finish_reason),
-                    queue_s=event.queue_s,
-                    prefill_s=event.prefill_s,
-                    cached_tokens=event.cached_tokens,
-                    fetched_tokens=event.fetched_tokens,
-                    fetch_s=event.fetch_s,
-                    logprobs=None if event.logprobs is None else logprobs_to_proto([event.logprobs]),
-                )
-            )
+            return pb.PrefillEvent(first_token=_first_token(event))
         case HandedOff():
             return pb.PrefillEvent(
                 handed_off=pb.HandedOff(
-                    request_id=request_id,
-                    attempt=attempt,
+                    request_id=event.id.request_id,
+                    attempt=event.id.attempt,
                     decode_worker=event.decode_worker,
                     transport=event.transport,
                     kv_bytes=event.kv_bytes,
@@ -174,5 +150,54 @@ def _decode_event(event: DecodeEvent) -> pb.DecodeEvent:
                     logprobs=logprobs_to_proto(event.logprobs) if event.logprobs else None,
                 )
             )
+        case PrefillStarted():
+            return pb.DecodeEvent(started=_started(event))
+        case PromptLogprobs():
+            return pb.DecodeEvent(prompt_logprobs=_prompt_logprobs(event))
+        case FirstToken():
+            return pb.DecodeEvent(first_token=_first_token(event))
         case JobFailed():
             return pb.DecodeEvent(failed=_failed(event))
+
+
+def _started(event: PrefillStarted) -> pb.PrefillStarted:
+    return pb.PrefillStarted(
+        request_id=event.id.request_id, attempt=event.id.attempt, decode_worker=event.decode_worker
+    )
+
+
+def _prompt_logprobs(event: PromptLogprobs) -> pb.PromptLogprobs:
+    return pb.PromptLogprobs(
+        request_id=event.id.request_id,
+        attempt=event.id.attempt,
+        first_index=event.first_index,
+        logprobs=logprobs_to_proto(event.tokens),
+    )
+
+
+def _first_token(event: FirstToken) -> pb.FirstToken:
+    return pb.FirstToken(
+        request_id=event.id.request_id,
+        attempt=event.id.attempt,
+        index=event.index,
+        token_id=event.token_id,
+        finish_reason=finish_to_proto(event.finish_reason),
+        queue_s=event.queue_s,
+        prefill_s=event.prefill_s,
+        compute_s=event.compute_s,
+        cached_tokens=event.cached_tokens,
+        fetched_tokens=event.fetched_tokens,
+        fetch_s=event.fetch_s,
+        logprobs=None if event.logprobs is None else logprobs_to_proto([event.logprobs]),
+    )
+
+
+def _failed(event: JobFailed) -> pb.JobFailed:
+    return pb.JobFailed(
+        request_id=event.id.request_id,
+        attempt=event.id.attempt,
+        code=event.code,
+        message=event.message,
+        retryable=event.retryable,
+        blame=event.blame,
+    )

@@ -157,10 +157,16 @@ class StepRunner:
     a step always waiting behind the one that runs, the engine need not wait for the event loop between two steps.
     """
 
-    def __init__(self, engine: Engine, thread: EngineThread) -> None:
+    def __init__(
+        self, engine: Engine, thread: EngineThread, *, on_step: Callable[[StepResult], None] | None = None
+    ) -> None:
+        """`on_step` is told of each step that is computed, in the event loop."""
         self.engine = engine
         self._thread = thread
+        self._on_step = on_step
         self._failures = 0
+        self.num_failures = 0
+        """Steps in which the engine has failed."""
         self.num_steps = 0
         self.num_query_tokens = 0
         """Tokens that went through the model."""
@@ -224,6 +230,7 @@ class StepRunner:
             done = await step.done
         except Exception as error:
             self._failures += 1
+            self.num_failures += 1
             log.exception("engine step failed", extra={"sequences": batch.num_seqs, "tokens": batch.num_tokens})
             raise InternalError(f"the engine failed in a step with this request: {type(error).__name__}") from error
         if done is None:
@@ -235,10 +242,13 @@ class StepRunner:
         self.num_query_tokens += batch.num_tokens
         self.num_prefill_tokens += int(query_lens[query_lens > 1].sum())
         self.num_sampled_tokens += len(output.token_ids)
-        return StepResult(
+        result = StepResult(
             token_ids=output.token_ids.tolist(),
             logprobs=output.drawn_logprobs(batch),
             prompt_logprobs=output.scored_prompts(batch),
             duration_s=duration_s,
             query_lens=query_lens.tolist(),
         )
+        if self._on_step is not None:
+            self._on_step(result)
+        return result

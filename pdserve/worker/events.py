@@ -29,6 +29,13 @@ class Submit:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SubmitLocal:
+    """To a decode worker: compute this prompt, keep it, and decode on."""
+
+    job: GenerationJob
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Cancel:
     """Stop this attempt; nobody waits for an answer."""
 
@@ -66,13 +73,13 @@ class JobFailed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Malformed:
-    """A command whose request is known but which makes no sense; the failure is the answer."""
+    """A command whose requests are known but which makes no sense; the failures are the answer."""
 
-    failure: JobFailed
+    failures: tuple[JobFailed, ...]
 
 
 PrefillCommand = Hello | Submit | Cancel | KeepAlive | Malformed
-DecodeCommand = Hello | Cancel | KeepAlive
+DecodeCommand = Hello | SubmitLocal | Cancel | KeepAlive | Malformed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,7 +88,7 @@ class PrefillStarted:
 
     id: HandoffId
     decode_worker: str
-    """Empty if the request ends with its first token."""
+    """Empty if the request ends with its first token, unless that worker computes the prompt itself."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,6 +117,8 @@ class FirstToken:
     """Those of the cached tokens that came from another worker for this request."""
     fetch_s: float = 0.0
     """Part of `queue_s`, spent waiting for them."""
+    compute_s: float = 0.0
+    """This job's part of the steps that computed it, which others share; 0 if that is not known."""
     logprobs: TokenLogprobs | None = None
     """None if the job did not ask for it."""
 
@@ -137,9 +146,10 @@ class StepTokens:
     first_step_s: float
     """Seconds of the request's first step; 0 in later messages."""
     local_prefill_tokens: int
+    """Tokens of its prompt that this worker has computed; with one of several outputs of a prompt."""
     logprobs: tuple[TokenLogprobs, ...] = ()
     """Of `token_ids`; empty if the job did not ask for them."""
 
 
 PrefillEvent = PrefillStarted | PromptLogprobs | FirstToken | HandedOff | JobFailed
-DecodeEvent = StepTokens | JobFailed
+DecodeEvent = PrefillStarted | PromptLogprobs | FirstToken | StepTokens | JobFailed

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
+import functools
 import logging
 import secrets
+import signal
 import time
 from collections.abc import Callable
 
@@ -14,13 +17,22 @@ import pdserve
 from pdserve.config import Config
 from pdserve.config.schema import WorkerSection
 from pdserve.errors import ConfigError, StoreError
+from pdserve.metrics.listener import MetricsListener
+from pdserve.security.identity import PeerRole
+from pdserve.security.internal import PLAINTEXT, Channels, InternalTls
+from pdserve.security.port import PortTls
+from pdserve.security.refusals import WORKER_REASONS, Refusals
 from pdserve.service import GrpcEndpoint, new_incarnation
 from pdserve.store.client import Store, require_shared
+from pdserve.store.login import StoreLogin
+from pdserve.store.prefix_writer import PrefixWriter
 from pdserve.store.registry import WorkerRegistration
 from pdserve.types import Role, WorkerStats
 from pdserve.worker.engine_thread import EngineThread, StepRunner
 from pdserve.worker.late_services import LateServices
+from pdserve.worker.metrics import WorkerMetrics, WorkerState
 from pdserve.worker.model import EngineFactory, LoadedModel, load_model, max_model_len
+from pdserve.worker.prefix_announcer import PrefixAnnouncer
 from pdserve.worker.tasks import TaskScope
 from pdserve.worker_info import WorkerInfo
 
@@ -59,6 +71,16 @@ class WorkerHost:
         self.runner: StepRunner
         self.engine_left_behind = False
         """Whether the engine's thread was still busy when the worker had to stop."""
+        self.metrics = WorkerMetrics()
+        self.channels = PLAINTEXT
+        """How to connect to other workers; as the configuration says after `open`."""
+        self._tls: InternalTls | None = None
+        self._refusals = {
+            "grpc": Refusals(f"{role}.listen", WORKER_REASONS),
+            "metrics": Refusals(f"{role}.metrics_listen", WORKER_REASONS),
+        }
+        """Who was not let in, by port."""
+        self._metrics_listener: MetricsListener | None = None
         self._section = section
         self._engine_factory = engine_factory or load_model
         self._opened: GrpcEndpoint | None = None
@@ -67,6 +89,9 @@ class WorkerHost:
         self._registration: WorkerRegistration | None = None
         self._stats_changed = asyncio.Event()
         self._replaced = asyncio.Event()
+        self.prefixes = PrefixAnnouncer(self.incarnation)
+        """Tells routers what is in the prefix cache; `use` it between `open` and `announce`."""
+        self._prefix_writer: PrefixWriter | None = None
 
     async def open(self, service_names: list[str]) -> None:
         """Take the port, reach redis, load the model; cheap checks first. Raises PdServeError.
@@ -75,18 +100,27 @@ class WorkerHost:
         """
         config = self.config
         require_shared(config.store.url)
-        self.endpoint = self._opened = GrpcEndpoint(self._section.listen, f"{self.role}.listen")
+        tls = self._tls = InternalTls.of(config, PeerRole.of(self.role))
+        self.channels = Channels(tls)
+        self._warn_of_left_out_transports()
+        self.endpoint = self._opened = GrpcEndpoint(
+            self._section.listen,
+            f"{self.role}.listen",
+            tls=None if tls is None else PortTls.internal(tls, self._refusals["grpc"]),
+        )
         address = self._advertised()
         late = LateServices()
         self.endpoint.server.add_generic_rpc_handlers((late,))
         self.server = late.as_server()
         await self.endpoint.start(service_names)
-        self._store = await Store.connect(config.store.url, config.cluster, timeout_s=config.store.timeout_s)
+        self._store = await Store.connect(
+            config.store.url, config.cluster, timeout_s=config.store.timeout_s, login=StoreLogin.of(config.store)
+        )
         self._thread = EngineThread(f"{self.worker_id}-engine")
         begin = time.monotonic()
         loaded = await self._thread.call(lambda: self._engine_factory(config))
         self.info = self._describe(loaded, address)
-        self.runner = StepRunner(loaded.engine, self._thread)
+        self.runner = StepRunner(loaded.engine, self._thread, on_step=self.metrics.step_done)
         log.info(
             "model loaded",
             extra={
@@ -107,6 +141,27 @@ class WorkerHost:
         """Whether the port is open; health probes are answered from then on."""
         return self._opened is not None
 
+    @property
+    def metrics_address(self) -> str | None:
+        """host:port where metrics are, once `serve_metrics` has returned; None if the configuration wants none."""
+        return None if self._metrics_listener is None else self._metrics_listener.address
+
+    async def serve_metrics(self, state: WorkerState) -> None:
+        """Answer Prometheus, where the configuration says so. Between `open` and `announce`. Raises ConfigError."""
+        assert self._thread is not None, "metrics before open"
+        listen = self._section.metrics_listen
+        if listen is None:
+            return
+        state = dataclasses.replace(state, refusals=self._refusals)
+        exposition = self.metrics.exposition(self.info, self.runner, self._thread, state, time.monotonic)
+        self._metrics_listener = MetricsListener(
+            exposition,
+            listen,
+            f"{self.role}.metrics_listen",
+            make_gate=None if self._tls is None else functools.partial(self._tls.gate, self._refusals["metrics"]),
+        )
+        await self._metrics_listener.start()
+
     async def announce(self, get_stats: Callable[[], WorkerStats]) -> None:
         """Let others find this worker. Raises StoreError."""
         assert self._store is not None and self._thread is not None, "announce before open"
@@ -114,14 +169,27 @@ class WorkerHost:
         await registration.register(get_stats())
         self._registration = registration
         self.tasks.spawn(self._keep_registered(registration, get_stats), "registration")
+        lease_s = self.config.store.lease_ttl_s
+        self._prefix_writer = PrefixWriter(
+            self._store, worker_id=self.worker_id, incarnation=self.incarnation, lease_s=lease_s
+        )
+        self.tasks.spawn(self.prefixes.run(self._prefix_writer, lease_s=lease_s), "prefix-announcer")
         self.tasks.spawn(self._watch(self._thread), "watchdog")
         await self.endpoint.set_ready(True)
-        log.info("ready", extra={"worker": self.worker_id, "address": self.info.address})
+        log.info(
+            "ready",
+            extra={"worker": self.worker_id, "address": self.info.address, "metrics": self.metrics_address},
+        )
 
     async def begin_drain(self) -> None:
         """Tell health probes and, through redis, everybody else that no new work is taken."""
         await self.endpoint.set_ready(False)
         self._stats_changed.set()
+
+    def stop_process(self) -> None:
+        """End as if by SIGTERM: what is to be waited for has been."""
+        log.info("asked to stop after the drain")
+        signal.raise_signal(signal.SIGTERM)
 
     async def ended(self) -> bool:
         """Wait until the worker cannot go on. True if it may finish its work because only its name has been taken over
@@ -154,15 +222,27 @@ class WorkerHost:
         """Leave the registry, close the port. Joins the engine unless that has been done."""
         await self.join_engine()
         await self.tasks.aclose()
-        if self._registration is not None:
-            try:
+        try:
+            if self._registration is not None:
                 await self._registration.deregister()
-            except StoreError as error:
-                log.warning("cannot deregister; the lease will end by itself: %s", error)
+            if self._prefix_writer is not None:
+                await self._prefix_writer.withdraw()
+        except StoreError as error:
+            log.warning("cannot deregister; the lease will end by itself: %s", error)
+        if self._metrics_listener is not None:
+            await self._metrics_listener.aclose()
         if self._opened is not None:
             await self._opened.stop(1.0)
         if self._store is not None:
             await self._store.aclose()
+
+    def _warn_of_left_out_transports(self) -> None:
+        config = self.config
+        if left_out := [name for name in config.transfer.transports if name not in config.transports]:
+            log.warning(
+                "transfer.transports: without %s, which would not be encrypted (tls.internal is set); KV goes over %s",
+                *(", ".join(left_out), " and ".join(config.transports)),
+            )
 
     def _advertised(self) -> str:
         """host:port for others. Raises ConfigError if there is none."""
@@ -190,8 +270,9 @@ class WorkerHost:
             kv_layout=loaded.engine.layout,
             num_blocks=loaded.engine.num_blocks,
             max_model_len=max_model_len(config, loaded.engine),
-            transports=config.transfer.transports,
+            transports=config.transports,
             codecs=(config.transfer.codec,) if self.role is Role.PREFILL else config.transfer.accept_codecs,
+            prefill_chunk_tokens=config.decode.local_prefill_tokens_per_step if self.role is Role.DECODE else 0,
             version=pdserve.__version__,
         )
 

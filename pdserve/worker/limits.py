@@ -23,10 +23,12 @@ class JobLimits:
     vocab_size: int
     max_model_len: int
     """Longest sequence, prompt and output, in tokens."""
+    max_branches: int = 128
+    """Outputs of one job: the logits that their first tokens are drawn from are all in memory at the same time."""
 
     def check(self, job: GenerationJob) -> None:
-        """Raise InvalidRequestError for a token id that does not exist or parameters that make no distribution,
-        PromptTooLongError for a sequence too long."""
+        """Raise InvalidRequestError for a token id that does not exist, parameters that make no distribution or too
+        many outputs, PromptTooLongError for a sequence too long."""
         self._check_ids("job.token_ids", job.token_ids)
         self._check_ids("job.stop_token_ids", job.stop_token_ids)
         self._check_ids("job.logit_bias_ids", [token_id for token_id, _ in job.sampling.logit_bias])
@@ -44,6 +46,12 @@ class JobLimits:
                 raise InvalidRequestError(
                     f"job.{name}: must be between {low:g} and {high:g}, got {value:g}", field=f"job.{name}"
                 )
+        if len(job.forks) >= self.max_branches:
+            raise InvalidRequestError(
+                f"job.forks: {len(job.forks) + 1} outputs of one prompt, at most {self.max_branches} can be drawn at "
+                "once",
+                field="job.forks",
+            )
         if job.max_total_tokens > self.max_model_len:
             raise PromptTooLongError(
                 f"job.token_ids: {job.num_prompt_tokens} prompt tokens and up to {job.max_new_tokens} new ones exceed "

@@ -12,6 +12,7 @@ from pdserve.engine.loader import load_engine
 from pdserve.engine.select import why_not_cpu
 from pdserve.errors import ConfigError
 from pdserve.model.source import open_model
+from pdserve.tokenizer import Tokenizer, load_tokenizer
 
 log = logging.getLogger(__name__)
 
@@ -72,6 +73,12 @@ def load_model(config: Config) -> LoadedModel:
             pin_threads=False if settings.pin_threads == "auto" else settings.pin_threads,
         )
     return LoadedModel(engine=engine, name=source.name, fingerprint=source.fingerprint)
+
+
+def load_model_tokenizer(config: Config) -> Tokenizer:
+    """The tokenizer of the configured model. Raises ModelLoadError. Workers know token ids only; whoever follows the
+    text of an output needs more, and is rare enough to open the model once more."""
+    return load_tokenizer(open_model(config.model.path))
 
 
 def max_model_len(config: Config, engine: Engine) -> int:

@@ -2,35 +2,22 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from typing import Any, Protocol
 
 from pdserve.tokenizer import Tokenizer
-from pdserve.types import TokenLogprobs
-from router.http.generation import Choice, Generation
+from pdserve.types import FinishReason
+from router.generation import Generation
+from router.http.generation import Choice, choices_of, shown
 from router.http.logprobs import CompletionLogprobs, TokenNames, chat_logprobs, joined
+from router.http.plans import Plan
+from router.http.tools import call_field
 from router.http.usage import UsageMeter
 from router.output import Ending
-from router.stream import Summary
-
-
-@dataclass(slots=True)
-class Collected:
-    """All that came for one choice."""
-
-    token_ids: list[int] = field(default_factory=list)
-    texts: list[str] = field(default_factory=list)
-    logprobs: list[TokenLogprobs] = field(default_factory=list)
-    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
-    summary: Summary | None = None
-
-    @property
-    def text(self) -> str:
-        """Of the output."""
-        return "".join(self.texts)
+from router.reader import Reader
+from router.stream import Delta
+from router.tools.output import ToolOutput
 
 
 class AnswerShape(Protocol):
@@ -38,32 +25,36 @@ class AnswerShape(Protocol):
 
     object_name: str
 
-    def choice(self, choice: Choice, got: Collected) -> dict[str, Any]:
-        """Without index and what all endpoints have."""
+    def choice(self, choice: Choice, got: Delta, ending: Ending) -> dict[str, Any]:
+        """Without index and stop reason, which all endpoints have."""
 
 
-async def whole_answer(generation: Generation, shape: AnswerShape, *, created: int, model: str) -> bytes:
+async def whole_answer(generation: Generation, reader: Reader, plan: Plan, shape: AnswerShape, *, model: str) -> bytes:
     """Wait for all choices. Raises the error of the first one that fails."""
-    meter = UsageMeter(generation.choices)
-    collected = await _collect(generation.choices, meter)
-    choices = []
-    for choice, got in zip(generation.choices, collected, strict=True):
-        assert got.summary is not None, "collected to the end"
-        shown = {
+    choices = choices_of(generation)
+    meter = UsageMeter(choices)
+    shown_choices = []
+    for choice, response in zip(choices, await reader.rest(), strict=True):
+        # Tokens that are not shown are not counted either.
+        response = shown(plan, response)
+        summary = response.summary
+        assert summary is not None, "read to the end"
+        meter.reached(choice.index, response.num_tokens)
+        meter.ended(choice.index, summary)
+        fields = {
             "index": choice.index,
-            **shape.choice(choice, got),
-            "finish_reason": got.summary.ending.reason.value,
-            "stop_reason": stop_reason(got.summary.ending),
+            **shape.choice(choice, response.delta, summary.ending),
+            "stop_reason": stop_reason(summary.ending),
         }
-        if generation.plan.token_ids:
-            shown |= {"prompt_token_ids": list(choice.spec.prompt_ids), "token_ids": got.token_ids}
-        choices.append(shown)
+        if plan.token_ids:
+            fields |= {"prompt_token_ids": list(choice.spec.prompt_ids), "token_ids": list(response.delta.token_ids)}
+        shown_choices.append(fields)
     answer = {
-        "id": generation.plan.request_id,
+        "id": plan.request_id,
         "object": shape.object_name,
-        "created": created,
+        "created": generation.created,
         "model": model,
-        "choices": choices,
+        "choices": shown_choices,
         "usage": meter.as_dict(),
     }
     return json.dumps(answer, ensure_ascii=False, separators=(",", ":")).encode()
@@ -74,16 +65,38 @@ class ChatShape:
 
     object_name = "chat.completion"
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        tool_output: Callable[[Choice], ToolOutput | None],
+        *,
+        names_are_ids: bool = False,
+    ) -> None:
+        """`tool_output`: what finds calls of functions in a choice; None: there are none to be found.
+        `names_are_ids`: tokens in log-probabilities are shown as their ids."""
         self._tokenizer = tokenizer
+        self._names_are_ids = names_are_ids
+        self._tool_output = tool_output
 
-    def choice(self, choice: Choice, got: Collected) -> dict[str, Any]:
+    def choice(self, choice: Choice, got: Delta, ending: Ending) -> dict[str, Any]:
         """See AnswerShape."""
         logprobs = None
         if choice.spec.num_logprobs is not None:
-            names = TokenNames(self._tokenizer, skip_special_tokens=choice.spec.skip_special_tokens)
+            names = TokenNames(
+                self._tokenizer,
+                skip_special_tokens=choice.spec.skip_special_tokens,
+                as_ids=self._names_are_ids,
+            )
             logprobs = {"content": chat_logprobs(names, got.logprobs), "refusal": None}
-        return {"message": {"role": "assistant", "content": got.text, "refusal": None}, "logprobs": logprobs}
+        tools = self._tool_output(choice)
+        message: dict[str, Any] = {"role": "assistant", "content": got.text, "refusal": None}
+        if tools is not None:
+            parsed = tools.push(got.text, last=True)
+            message["content"] = parsed.content
+            if parsed.calls:
+                message["content"] = parsed.content or None
+                message["tool_calls"] = [call_field(tools, call) for call in parsed.calls]
+        return {"message": message, "logprobs": logprobs, "finish_reason": finish_reason(ending, tools)}
 
 
 class CompletionShape:
@@ -91,21 +104,22 @@ class CompletionShape:
 
     object_name = "text_completion"
 
-    def __init__(self, tokenizer: Tokenizer, *, echo: bool) -> None:
+    def __init__(self, tokenizer: Tokenizer, *, echo: bool, names_are_ids: bool = False) -> None:
         self._tokenizer = tokenizer
+        self._names_are_ids = names_are_ids
         self._echo = echo
 
-    def choice(self, choice: Choice, got: Collected) -> dict[str, Any]:
+    def choice(self, choice: Choice, got: Delta, ending: Ending) -> dict[str, Any]:
         """See AnswerShape."""
         text = got.text
         if self._echo:
             text = echoed_text(self._tokenizer, choice) + text
         logprobs = None
         if choice.spec.num_logprobs is not None:
-            lists = completion_logprobs(self._tokenizer, choice, echo=self._echo)
+            lists = completion_logprobs(self._tokenizer, choice, echo=self._echo, as_ids=self._names_are_ids)
             prompt = [lists.first(choice.spec.prompt_ids[0]), lists.of(got.prompt_logprobs)] if self._echo else []
             logprobs = joined([*prompt, lists.of(got.logprobs)])
-        return {"text": text, "logprobs": logprobs}
+        return {"text": text, "logprobs": logprobs, "finish_reason": finish_reason(ending)}
 
 
 def echoed_text(tokenizer: Tokenizer, choice: Choice) -> str:
@@ -115,38 +129,24 @@ def echoed_text(tokenizer: Tokenizer, choice: Choice) -> str:
     return tokenizer.decode(choice.spec.prompt_ids, choice.spec.skip_special_tokens)
 
 
-def completion_logprobs(tokenizer: Tokenizer, choice: Choice, *, echo: bool) -> CompletionLogprobs:
+def completion_logprobs(tokenizer: Tokenizer, choice: Choice, *, echo: bool, as_ids: bool) -> CompletionLogprobs:
     """For one choice."""
     return CompletionLogprobs(
-        tokenizer, choice.spec.prompt_ids, echo=echo, skip_special_tokens=choice.spec.skip_special_tokens
+        tokenizer,
+        choice.spec.prompt_ids,
+        echo=echo,
+        skip_special_tokens=choice.spec.skip_special_tokens,
+        as_ids=as_ids,
     )
+
+
+def finish_reason(ending: Ending, tools: ToolOutput | None = None) -> str:
+    """As OpenAI has it: an output with calls that ends by itself is waiting for their results."""
+    if tools is not None and tools.has_calls and ending.reason is FinishReason.STOP:
+        return "tool_calls"
+    return ending.reason.value
 
 
 def stop_reason(ending: Ending) -> int | str | None:
     """The stop string or token that ended the output; None if the length did."""
     return ending.stop_string if ending.stop_string is not None else ending.stop_token_id
-
-
-async def _collect(choices: Sequence[Choice], meter: UsageMeter) -> list[Collected]:
-    if len(choices) == 1:
-        return [await _collect_one(choices[0], meter)]
-    tasks = [asyncio.ensure_future(_collect_one(choice, meter)) for choice in choices]
-    try:
-        return list(await asyncio.gather(*tasks))
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-
-
-async def _collect_one(choice: Choice, meter: UsageMeter) -> Collected:
-    got = Collected()
-    while got.summary is None:
-        response = await choice.next()
-        meter.add(choice, response)
-        got.token_ids += response.delta.token_ids
-        got.texts.append(response.delta.text)
-        got.logprobs += response.delta.logprobs
-        got.prompt_logprobs += response.delta.prompt_logprobs
-        got.summary = response.summary
-    return got

@@ -3,27 +3,41 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any, TypeAlias
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, Response
 from starlette.routing import Route
+from starlette.types import ASGIApp
 
 from pdserve.errors import PdServeError
+from pdserve.metrics import CONTENT_TYPE, Exposition
+from router.authentication import Doorkeeper
 from router.core import RouterCore
+from router.http.authentication import AuthenticatedApp
+from router.http.call_limits import CallLimitedApp
 from router.http.errors import on_bug, on_http_exception, on_pdserve_error
 from router.http.generate import ChatEndpoint, CompletionEndpoint, GenerateApp
 from router.http.info import InfoEndpoints
 from router.http.openapi import docs_page, openapi_document
 from router.http.operations import OPERATIONS
+from router.http.resume import EventsApp
+from router.http.views import Views
+from router.limits import CallLimiter
+
+Endpoint: TypeAlias = Callable[[Request], Awaitable[Response]]
 
 
-def make_app(core: RouterCore) -> Starlette:
-    """The HTTP API in front of a core."""
+def make_app(
+    core: RouterCore, limiter: CallLimiter, exposition: Exposition, doorkeeper: Doorkeeper | None = None
+) -> ASGIApp:
+    """The HTTP API in front of a core. `limiter` counts the calls of each client, over whatever API. `exposition` is
+    what Prometheus gets. `doorkeeper` asks for keys; None: nobody does."""
     info = InfoEndpoints(core)
+    views = Views(core, default=CompletionEndpoint())
     document = openapi_document()
     as_json, as_html = json.dumps(document).encode(), docs_page(document)
 
@@ -36,9 +50,13 @@ def make_app(core: RouterCore) -> Starlette:
             as_html, headers={"Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inline'"}
         )
 
+    async def metrics(request: Request) -> Response:
+        return Response(await exposition.render(), media_type=CONTENT_TYPE)
+
     endpoints: Mapping[str, Any] = {
-        "chat": GenerateApp(core, ChatEndpoint()),
-        "completion": GenerateApp(core, CompletionEndpoint()),
+        "chat": CallLimitedApp(GenerateApp(core, ChatEndpoint(), views), limiter),
+        "completion": CallLimitedApp(GenerateApp(core, CompletionEndpoint(), views), limiter),
+        "request_events": EventsApp(core, views),
         "request_info": info.request_info,
         "cancel_request": info.cancel_request,
         "models": info.models,
@@ -48,14 +66,32 @@ def make_app(core: RouterCore) -> Starlette:
         "tokenizer_info": info.tokenizer_info,
         "health": info.health,
         "version": info.version,
+        "metrics": metrics,
         "openapi": openapi,
         "docs": docs,
     }
-    routes = [Route(op.path, endpoints[op.name], methods=[op.method], name=op.name) for op in OPERATIONS]
     app = Starlette(
-        routes=routes,
+        routes=_routes(endpoints),
         exception_handlers={PdServeError: on_pdserve_error, HTTPException: on_http_exception, Exception: on_bug},
     )
     # A redirect would lose the body of a POST, and its answer is no JSON.
     app.router.redirect_slashes = False
-    return app
+    return app if doorkeeper is None else AuthenticatedApp(app, doorkeeper)
+
+
+def _routes(endpoints: Mapping[str, Any]) -> list[Route]:
+    """One for each path, so that the answer to a wrong method lists all that it has."""
+    paths: dict[str, dict[str, Any]] = {}
+    for op in OPERATIONS:
+        paths.setdefault(op.path, {})[op.method] = endpoints[op.name]
+    return [
+        Route(path, _by_method(methods) if len(methods) > 1 else next(iter(methods.values())), methods=[*methods])
+        for path, methods in paths.items()
+    ]
+
+
+def _by_method(endpoints: Mapping[str, Endpoint]) -> Endpoint:
+    async def endpoint(request: Request) -> Response:
+        return await endpoints["GET" if request.method == "HEAD" else request.method](request)
+
+    return endpoint

@@ -13,9 +13,23 @@ from typing import Self
 
 from starlette.types import Message, Receive, Scope, Send
 
+from router.core import RouterCore
 from router.http.connection import abort_connection
+from router.reader import Reader
 
 log = logging.getLogger(__name__)
+
+
+def attendant(core: RouterCore, scope: Scope, receive: Receive, send: Send, reader: Reader) -> Attendant:
+    """Of a client that gets what `reader` reads: it ends with the client."""
+    return Attendant(
+        scope,
+        receive,
+        send,
+        on_gone=reader.close,
+        beat_s=core.config.http_heartbeat_s,
+        write_timeout_s=core.config.http_write_timeout_s,
+    )
 
 
 class Attendant:

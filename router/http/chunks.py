@@ -12,15 +12,19 @@ from typing import Final, Protocol
 
 from pdserve.tokenizer import Tokenizer
 from pdserve.types import TokenLogprobs
-from router.http.answers import completion_logprobs, echoed_text, stop_reason
+from router.http.answers import completion_logprobs, echoed_text, finish_reason, stop_reason
 from router.http.generation import Choice
 from router.http.logprobs import CompletionLogprobs, TokenNames, chat_logprobs, joined
+from router.http.tools import call_field
 from router.stream import Delta, Summary
+from router.tools.output import ToolOutput
 
 DONE: Final = b"data: [DONE]\n\n"
 KEEP_ALIVE: Final = b": keep-alive\n\n"
 """A comment. Clients drop it, as long as no event has an `id`: with one, OpenAI's own client takes the empty line after
 the comment for an event."""
+KEEP_ALIVE_NUMBERED: Final = b": keep-alive\n"
+"""For streams with ids: the comment alone, which is part of whatever event comes next."""
 
 _NOT_YET: Final = '"finish_reason":null'
 
@@ -68,12 +72,24 @@ class ChatChunks:
 
     object_name = "chat.completion.chunk"
 
-    def __init__(self, tokenizer: Tokenizer, choice: Choice, *, token_ids: bool) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        choice: Choice,
+        *,
+        token_ids: bool,
+        names_are_ids: bool = False,
+        tools: ToolOutput | None = None,
+    ) -> None:
+        """`tools`: what finds calls of functions; None: there are none to be found."""
         self._choice = choice
         self._token_ids = token_ids
+        self._tools = tools
         self._names: TokenNames | None = None
         if choice.spec.num_logprobs is not None:
-            self._names = TokenNames(tokenizer, skip_special_tokens=choice.spec.skip_special_tokens)
+            self._names = TokenNames(
+                tokenizer, skip_special_tokens=choice.spec.skip_special_tokens, as_ids=names_are_ids
+            )
 
     def open(self) -> Sequence[str]:
         """The role."""
@@ -82,19 +98,34 @@ class ChatChunks:
 
     def more(self, delta: Delta) -> Sequence[str]:
         """See ChoiceChunks."""
-        if self._names is None and not self._token_ids:
-            return (f'"delta":{{"content":{_encode(delta.text)}}},"logprobs":null,{_NOT_YET}',) if delta.text else ()
         if not delta.text and not delta.token_ids:
             return ()
+        text_only = self._names is None and not self._token_ids
+        if self._tools is not None:
+            shown = self._parsed(self._tools, delta.text)
+        else:
+            shown = f'"content":{_encode(delta.text)}' if delta.text or not text_only else ""
+        if text_only:
+            return (f'"delta":{{{shown}}},"logprobs":null,{_NOT_YET}',) if shown else ()
         logprobs = "null"
         if self._names is not None:
             logprobs = f'{{"content":{_encode(chat_logprobs(self._names, delta.logprobs))},"refusal":null}}'
         ids = f',"token_ids":{_encode(delta.token_ids)}' if self._token_ids else ""
-        return (f'"delta":{{"content":{_encode(delta.text)}}},"logprobs":{logprobs},{_NOT_YET}{ids}',)
+        return (f'"delta":{{{shown}}},"logprobs":{logprobs},{_NOT_YET}{ids}',)
 
     def close(self, summary: Summary) -> Sequence[str]:
-        """See ChoiceChunks."""
-        return (f'"delta":{{}},"logprobs":null,{_ending(summary)}',)
+        """See ChoiceChunks. What a text was held back of that might have become a call comes before."""
+        shown = "" if self._tools is None else self._parsed(self._tools, "", last=True)
+        rest = (f'"delta":{{{shown}}},"logprobs":null,{_NOT_YET}',) if shown else ()
+        return (*rest, f'"delta":{{}},"logprobs":null,{_ending(summary, self._tools)}')
+
+    def _parsed(self, tools: ToolOutput, text: str, *, last: bool = False) -> str:
+        parsed = tools.push(text, last=last)
+        parts = [f'"content":{_encode(parsed.content)}'] if parsed.content else []
+        if parsed.calls:
+            calls = [{"index": call.index, **call_field(tools, call)} for call in parsed.calls]
+            parts.append(f'"tool_calls":{_encode(calls)}')
+        return ",".join(parts)
 
 
 class CompletionChunks:
@@ -102,7 +133,9 @@ class CompletionChunks:
 
     object_name = "text_completion"
 
-    def __init__(self, tokenizer: Tokenizer, choice: Choice, *, echo: bool, token_ids: bool) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, choice: Choice, *, echo: bool, token_ids: bool, names_are_ids: bool = False
+    ) -> None:
         self._choice = choice
         self._token_ids = token_ids
         self._echo = echoed_text(tokenizer, choice) if echo else None
@@ -110,7 +143,7 @@ class CompletionChunks:
         self._prompt_logprobs: list[TokenLogprobs] = []
         self._lists: CompletionLogprobs | None = None
         if choice.spec.num_logprobs is not None:
-            self._lists = completion_logprobs(tokenizer, choice, echo=echo)
+            self._lists = completion_logprobs(tokenizer, choice, echo=echo, as_ids=names_are_ids)
 
     def open(self) -> Sequence[str]:
         """The prompt, unless its log-probabilities are still to come."""
@@ -145,6 +178,6 @@ class CompletionChunks:
         return (f'"text":{_encode(self._echo or "")},"logprobs":{logprobs},{_NOT_YET}{ids}',)
 
 
-def _ending(summary: Summary) -> str:
+def _ending(summary: Summary, tools: ToolOutput | None = None) -> str:
     ending = summary.ending
-    return f'"finish_reason":"{ending.reason.value}","stop_reason":{_encode(stop_reason(ending))}'
+    return f'"finish_reason":"{finish_reason(ending, tools)}","stop_reason":{_encode(stop_reason(ending))}'

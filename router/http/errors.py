@@ -31,11 +31,16 @@ class HttpRequestError(InvalidRequestError):
 STATUS_OF_CODE: Final[Mapping[str, int]] = {
     errors.InvalidRequestError.code: 400,
     errors.PromptTooLongError.code: 400,
+    errors.UnauthenticatedError.code: 401,
+    errors.PermissionDeniedError.code: 403,
     errors.NotFoundError.code: 404,
     errors.AlreadyExistsError.code: 409,
+    errors.WrongRouterError.code: 421,
     errors.OverloadedError.code: 429,
     errors.UnavailableError.code: 503,
     errors.WorkerLostError.code: 503,
+    errors.DrainingError.code: 503,
+    errors.CapacityError.code: 503,
     errors.HandoffError.code: 503,
     errors.StoreError.code: 503,
     errors.DeadlineExceededError.code: 504,
@@ -43,7 +48,10 @@ STATUS_OF_CODE: Final[Mapping[str, int]] = {
 }
 """Everything else is 500: between processes, at start, or a bug."""
 
-_OPENAI_CODES: Final = {errors.PromptTooLongError.code: "context_length_exceeded"}
+_OPENAI_CODES: Final = {
+    errors.PromptTooLongError.code: "context_length_exceeded",
+    errors.UnauthenticatedError.code: "invalid_api_key",
+}
 """Where clients look for a name that OpenAI gave."""
 
 
@@ -65,7 +73,10 @@ def error_body(error: PdServeError) -> dict[str, Any]:
         kind = "rate_limit_error"
     elif status >= 500:
         kind = "server_error"
-    return {"error": {"message": error.message, "type": kind, "param": error.field, "code": code}}
+    detail = {"message": error.message, "type": kind, "param": error.field, "code": code}
+    if "reason" in error.details:
+        detail["reason"] = error.details["reason"]
+    return {"error": detail}
 
 
 def error_json(error: PdServeError) -> bytes:
@@ -78,6 +89,8 @@ def error_response(error: PdServeError) -> Response:
     headers: dict[str, str] = {}
     if error.retry_after_s is not None:
         headers["Retry-After"] = str(max(1, math.ceil(error.retry_after_s)))
+    if isinstance(error, errors.UnauthenticatedError):
+        headers["WWW-Authenticate"] = "Bearer"
     if isinstance(error, HttpRequestError):
         headers["Connection"] = "close"
     return Response(error_json(error), status_of(error), headers, media_type="application/json")

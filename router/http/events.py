@@ -1,21 +1,24 @@
-"""The body of a streamed answer: what comes for the choices, merged, as server-sent events."""
+"""The body of a streamed answer: what comes for the choices as server-sent events, from any place on."""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Final
 
 from pdserve.errors import InternalError, PdServeError
 from pdserve.tokenizer import Tokenizer
+from router.generation import Generation
 from router.http.attendant import Attendant
-from router.http.chunks import DONE, KEEP_ALIVE, ChoiceChunks, Frame
+from router.http.chunks import DONE, KEEP_ALIVE, KEEP_ALIVE_NUMBERED, ChoiceChunks, Frame
 from router.http.errors import error_json
-from router.http.generation import Choice, Generation
+from router.http.event_ids import END, Place, event_id
+from router.http.generation import Choice, choices_of, shown
+from router.http.plans import Plan
 from router.http.usage import UsageMeter
-from router.stream import Response
+from router.reader import Reader, Response
+from router.stream import Delta
 
 log = logging.getLogger(__name__)
 
@@ -26,163 +29,151 @@ HEADERS: Final = (
     (b"x-accel-buffering", b"no"),
 )
 
+TOKENS_AT_ONCE: Final = 256
+"""Of an output that is gone through once more: about a millisecond."""
+
 MakeChunks = Callable[[Tokenizer, Choice], ChoiceChunks]
 
 
 class EventStream:
-    """Streams one generation to one client."""
+    """Streams one generation to one client.
+
+    Without ids, one event has all that came together. With ids, tokens are shown one by one: what events there are
+    then depends on the output alone, so that each client gets the same ones, however slow it is and wherever it goes
+    on.
+    """
 
     def __init__(
-        self, generation: Generation, tokenizer: Tokenizer, make: MakeChunks, *, created: int, model: str
+        self, generation: Generation, plan: Plan, tokenizer: Tokenizer, make: MakeChunks, *, model: str, numbered: bool
     ) -> None:
-        plan = generation.plan
+        """`numbered`: events have ids."""
+        choices = choices_of(generation)
         self._generation = generation
         self._plan = plan
-        self._choices = generation.choices
-        self._chunks = [make(tokenizer, choice) for choice in generation.choices]
+        self._numbered = numbered
+        self._chunks = [make(tokenizer, choice) for choice in choices]
+        self._places = [Place() for _ in choices]
+        self._num_skipped = [0] * len(choices)
+        """Events of each choice, counted from its last complete token, that the client has got already."""
         self._frame = Frame(
             request_id=plan.request_id,
             object_name=self._chunks[0].object_name,
-            created=created,
+            created=generation.created,
             model=model,
             include_usage=plan.include_usage,
         )
-        self._meter = UsageMeter(generation.choices)
+        self._meter = UsageMeter(choices)
 
-    async def send(self, client: Attendant, headers: Sequence[tuple[bytes, bytes]], first_within_s: float) -> None:
+    async def go_on_from(self, places: Sequence[Place]) -> None:
+        """The client has got all events up to there. They are made once more and dropped, so that whatever the next
+        ones depend on is as it was. Before `send`; the tokens must be there."""
+        for index, (place, chunks, log) in enumerate(zip(places, self._chunks, self._generation.logs, strict=True)):
+            if not place.begun:
+                continue
+            chunks.open()
+            for begin in range(0, place.num_tokens, TOKENS_AT_ONCE):
+                end = min(begin + TOKENS_AT_ONCE, place.num_tokens)
+                chunks.more(log.delta(begin, end, None if begin else 0))
+                # A long output must not hold up everybody else.
+                await asyncio.sleep(0)
+            self._places[index].advance(place.num_tokens)
+            self._num_skipped[index] = place.num_events
+            self._meter.reached(index, place.num_tokens)
+
+    async def send(
+        self, reader: Reader, client: Attendant, headers: Sequence[tuple[bytes, bytes]], first_within_s: float
+    ) -> None:
         """Write head and events.
 
         The head waits for the first response, so that a request that fails before has a status of its own, but no
         longer than `first_within_s`. Raises PdServeError only if nothing was written.
         """
-        start = {"type": "http.response.start", "status": 200, "headers": [*HEADERS, *headers]}
-        num_open = len(self._choices)
-        async with _responses(self._choices) as responses:
-            try:
-                async with asyncio.timeout(first_within_s):
-                    batch = await responses.next()
-            except TimeoutError:
-                batch = ()
-            await client.send(start)
-            opening = "".join(self._opening())
-            client.keep_alive(KEEP_ALIVE)
-            try:
-                while True:
-                    text = opening + "".join(self._events(batch))
-                    opening = ""
-                    num_open -= sum(response.summary is not None for _, response in batch)
-                    if not num_open:
-                        break
-                    if text:
-                        await client.send(_body(text.encode()))
-                    batch = await responses.next()
-            except PdServeError as error:
-                client.stop_keep_alive()
-                await client.send(_body(_error_event(self._plan.names.renamed(error)), more=False))
-                # The client knows; there is nobody else to tell.
-                return
-            except Exception:
-                log.exception("internal error in request %s", self._plan.request_id)
-                failure = InternalError(f"internal error in request {self._plan.request_id}")
-                self._generation.fail(failure)
-                client.stop_keep_alive()
-                await client.send(_body(_error_event(failure), more=False))
-                return
+        try:
+            async with asyncio.timeout(first_within_s):
+                batch = await reader.next()
+        except TimeoutError:
+            batch = ()
+        await client.send({"type": "http.response.start", "status": 200, "headers": [*HEADERS, *headers]})
+        opening = "".join(self._opening())
+        client.keep_alive(KEEP_ALIVE_NUMBERED if self._numbered else KEEP_ALIVE)
+        try:
+            while True:
+                text = opening + "".join(event for response in batch for event in self._events(response))
+                opening = ""
+                if reader.done:
+                    break
+                if text:
+                    await client.send(_body(text.encode()))
+                batch = await reader.next()
+        except PdServeError as error:
+            client.stop_keep_alive()
+            await client.send(_body(_error_event(self._plan.names.renamed(error)), more=False))
+            # The client knows; there is nobody else to tell.
+            return
+        except Exception:
+            log.exception("internal error in request %s", self._plan.request_id)
+            failure = InternalError(f"internal error in request {self._plan.request_id}")
+            reader.close(failure)
+            client.stop_keep_alive()
+            await client.send(_body(_error_event(failure), more=False))
+            return
         if self._plan.include_usage:
-            text += self._frame.usage(self._meter.as_json())
+            text += (f"id: {END}\n" if self._numbered else "") + self._frame.usage(self._meter.as_json())
         client.stop_keep_alive()
         await client.send(_body(text.encode() + DONE, more=False))
 
-    def _opening(self) -> list[str]:
-        return [
-            self._frame.chunk(choice.index, fields, self._usage_so_far())
-            for choice, chunks in zip(self._choices, self._chunks, strict=True)
-            for fields in chunks.open()
-        ]
+    def _opening(self) -> Iterator[str]:
+        for index, (place, chunks) in enumerate(zip(self._places, self._chunks, strict=True)):
+            if not place.begun:
+                yield from self._step(index, chunks.open(), 0)
 
-    def _events(self, batch: Sequence[tuple[Choice, Response]]) -> list[str]:
-        events = []
-        for choice, response in batch:
-            self._meter.add(choice, response)
-            chunks = self._chunks[choice.index]
-            fields = chunks.more(response.delta)
-            if response.summary is not None:
-                fields = (*fields, *chunks.close(response.summary))
-            if fields:
-                usage = self._usage_so_far()
-                events += [self._frame.chunk(choice.index, field, usage) for field in fields]
-        return events
+    def _events(self, response: Response) -> Iterator[str]:
+        response = shown(self._plan, response)
+        index, chunks = response.index, self._chunks[response.index]
+        for num_tokens, delta in self._deltas(response):
+            self._meter.reached(index, num_tokens)
+            yield from self._step(index, chunks.more(delta), num_tokens)
+        if response.summary is not None:
+            self._meter.ended(index, response.summary)
+            yield from self._step(index, chunks.close(response.summary), None)
 
-    def _usage_so_far(self) -> str | None:
-        return self._meter.as_json() if self._plan.continuous_usage else None
+    def _deltas(self, response: Response) -> Iterator[tuple[int, Delta]]:
+        """The delta of a response, or token by token; with each the number of tokens up to there."""
+        delta = response.delta
+        if not delta.token_ids and not delta.prompt_logprobs:
+            # Only the end is left, and the client may have got a part of its events.
+            return
+        if not self._numbered or len(delta.token_ids) < 2:
+            yield response.num_tokens, delta
+            return
+        log = self._generation.logs[response.index]
+        begin = response.num_tokens - len(delta.token_ids)
+        for end in range(begin + 1, response.num_tokens + 1):
+            one = log.delta(end - 1, end)
+            if end == begin + 1:
+                one.prompt_logprobs = delta.prompt_logprobs
+            yield end, one
 
-
-class _OneChoice:
-    """Responses of a single choice, without a task in between."""
-
-    def __init__(self, choice: Choice) -> None:
-        self._choice = choice
-
-    async def next(self) -> Sequence[tuple[Choice, Response]]:
-        """The next one."""
-        return ((self._choice, await self._choice.next()),)
-
-
-class _ManyChoices:
-    """Responses of several choices; those that are there at the same time come together.
-
-    The queue is short: a client that does not read leaves responses in the streams of the requests, which merge them
-    and have a bound.
-    """
-
-    def __init__(self, choices: Sequence[Choice]) -> None:
-        self._queue: asyncio.Queue[tuple[Choice, Response] | Exception] = asyncio.Queue(len(choices))
-        self._error: Exception | None = None
-        self._pumps = [asyncio.create_task(self._pump(choice), name="http-choice") for choice in choices]
-
-    async def next(self) -> Sequence[tuple[Choice, Response]]:
-        """All that have come since the last call, at least one. Raises what a request ended with."""
-        if self._error is not None:
-            raise self._error
-        batch = []
-        item = await self._queue.get()
-        while not isinstance(item, Exception):
-            batch.append(item)
-            if self._queue.empty():
-                return batch
-            item = self._queue.get_nowait()
-        self._error = item
-        if not batch:
-            raise item
-        return batch
-
-    async def aclose(self) -> None:
-        """End the tasks."""
-        for pump in self._pumps:
-            pump.cancel()
-        await asyncio.gather(*self._pumps, return_exceptions=True)
-
-    async def _pump(self, choice: Choice) -> None:
-        try:
-            while True:
-                response = await choice.next()
-                await self._queue.put((choice, response))
-                if response.summary is not None:
-                    return
-        except Exception as error:
-            await self._queue.put(error)
-
-
-@contextlib.asynccontextmanager
-async def _responses(choices: Sequence[Choice]) -> AsyncIterator[_OneChoice | _ManyChoices]:
-    if len(choices) == 1:
-        yield _OneChoice(choices[0])
-        return
-    many = _ManyChoices(choices)
-    try:
-        yield many
-    finally:
-        await many.aclose()
+    def _step(self, index: int, parts: Sequence[str], num_tokens: int | None) -> Iterator[str]:
+        """Events of one step of a choice, each with its own part: of its opening, of what has come up to so many
+        tokens, or (None) of its end. A step that brings no token is not complete before the next one that does."""
+        usage = self._meter.as_json() if self._plan.continuous_usage else None
+        if not self._numbered:
+            for part in parts:
+                yield self._frame.chunk(index, part, usage)
+            return
+        place = self._places[index]
+        complete = num_tokens is not None and (num_tokens > place.num_tokens or not place.begun)
+        for number, part in enumerate(parts, start=1):
+            place.num_events += 1
+            if place.num_events <= self._num_skipped[index]:
+                continue
+            if complete and number == len(parts):
+                place.advance(num_tokens or 0)
+            yield f"id: {event_id(self._places)}\n{self._frame.chunk(index, part, usage)}"
+        if complete:
+            place.advance(num_tokens or 0)
+            self._num_skipped[index] = 0
 
 
 def _body(data: bytes, *, more: bool = True) -> dict[str, object]:

@@ -9,86 +9,31 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, Final, TypeVar
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, WithJsonSchema
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from pdserve.errors import InvalidRequestError
-from pdserve.tokenizer.chat import require_unicode
 from pdserve.types import MAX_LOGIT_BIAS, MAX_LOGPROBS, MAX_PENALTY, MAX_REPETITION_PENALTY
+from router.http.field_types import (
+    INT32,
+    Id,
+    Messages,
+    Prompt,
+    ResponseFormat,
+    Schema,
+    StreamOptions,
+    StructuredOutputs,
+    Text,
+    Texts,
+    Tool,
+    ToolChoice,
+)
+from router.tools.checks import MAX_TOOLS
 from router.validation import MAX_TEMPERATURE
 
 MAX_CHOICES: Final = 128
 """Choices of one body, over all its prompts."""
 MAX_LISTED: Final = 20
 """Problems spelt out in one error."""
-
-_INT32 = 2**31 - 1
-
-
-def _unicode(text: str) -> str:
-    try:
-        return require_unicode(text, "text")
-    except InvalidRequestError as error:
-        raise ValueError(error.message.removeprefix("text: ")) from error
-
-
-def _listed(value: object) -> object:
-    return [value] if isinstance(value, str) else value
-
-
-Text = Annotated[str, AfterValidator(_unicode)]
-Id = Annotated[int, Field(ge=0, le=_INT32)]
-Texts = Annotated[
-    list[Text],
-    BeforeValidator(_listed),
-    WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}]}),
-]
-Messages = Annotated[
-    list[dict[str, Any]],
-    WithJsonSchema(
-        {
-            "type": "array",
-            "minItems": 1,
-            "items": {
-                "type": "object",
-                "required": ["role"],
-                "properties": {
-                    "role": {"enum": ["system", "developer", "user", "assistant"]},
-                    "content": {
-                        "anyOf": [
-                            {"type": "string"},
-                            {
-                                "type": "array",
-                                "minItems": 1,
-                                "items": {
-                                    "type": "object",
-                                    "required": ["type", "text"],
-                                    "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
-                                },
-                            },
-                        ]
-                    },
-                },
-            },
-        }
-    ),
-]
-Prompt = Annotated[
-    Any,
-    WithJsonSchema(
-        {
-            "anyOf": [
-                {"type": "string"},
-                {"type": "array", "minItems": 1, "items": {"type": "string"}},
-                {"type": "array", "minItems": 1, "items": {"type": "integer", "minimum": 0}},
-                {
-                    "type": "array",
-                    "minItems": 1,
-                    "items": {"type": "array", "minItems": 1, "items": {"type": "integer", "minimum": 0}},
-                },
-            ]
-        }
-    ),
-]
 
 
 class Body(BaseModel):
@@ -100,29 +45,18 @@ class Body(BaseModel):
     """The model that is served, or nothing."""
 
 
-class StreamOptions(BaseModel):
-    """`stream_options`."""
-
-    model_config = ConfigDict(strict=True, extra="ignore", frozen=True, use_attribute_docstrings=True)
-
-    include_usage: bool | None = None
-    """Send usage in one more chunk at the end, with empty `choices`."""
-    continuous_usage_stats: bool | None = None
-    """Send the usage so far in every chunk as well."""
-
-
 class GenerationBody(Body):
     """What chat and plain completions have in common."""
 
-    max_tokens: Annotated[int, Field(ge=0, le=_INT32)] | None = None
+    max_tokens: Annotated[int, Field(ge=0, le=INT32)] | None = None
     """Bound on generated tokens. Default: `router.default_max_tokens`, cut to what the context leaves."""
-    min_tokens: Annotated[int, Field(ge=0, le=_INT32)] | None = None
+    min_tokens: Annotated[int, Field(ge=0, le=INT32)] | None = None
     """No end-of-sequence or stop token, and no stop string, before this many tokens."""
     temperature: Annotated[float, Field(ge=0, le=MAX_TEMPERATURE)] | None = None
     """0 is greedy. Default: 1."""
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     """Keep the smallest set of tokens whose probability reaches it. Default: 1."""
-    top_k: Annotated[int, Field(ge=-1, le=_INT32)] | None = None
+    top_k: Annotated[int, Field(ge=-1, le=INT32)] | None = None
     """Keep so many tokens. 0 and -1 keep all."""
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     """Drop tokens less likely than this times the most likely one."""
@@ -151,10 +85,35 @@ class GenerationBody(Body):
     stream: bool | None = None
     """Answer with server-sent events."""
     stream_options: StreamOptions | None = None
+    """What a stream says of usage. Needs `stream`."""
+    response_format: ResponseFormat | None = None
+    """What the output must look like: `text` (anything), `json_object`, or `json_schema`."""
+    structured_outputs: StructuredOutputs | None = None
+    """The same in vLLM's words: one of `json` (a schema), `json_object`, `regex`, `choice` and `grammar` (Lark)."""
+    guided_json: Schema | None = None
+    """A JSON schema that the output validates against."""
+    guided_regex: Text | None = None
+    """A regular expression that matches the whole output."""
+    guided_choice: list[Text] | None = None
+    """The output is one of these."""
+    guided_grammar: Text | None = None
+    """A grammar of the output, in Lark."""
+    cache_salt: Annotated[Text, Field(max_length=128)] | None = None
+    """Prefix cache is shared only between requests of equal salt."""
+    priority: Annotated[int, Field(ge=-100, le=100)] | None = None
+    """Smaller is served first. Default: 0."""
+    truncate_prompt_tokens: Annotated[int, Field(ge=1, le=INT32)] | None = None
+    """Keep only so many tokens of the prompt, the last ones."""
     request_id: Text | None = None
-    """Name of the request, 1 to 128 of A-Z a-z 0-9 . _ : -. One in use, or used lately, is refused with 409."""
+    """Name of the request, 1 to 128 of A-Z a-z 0-9 . _ : -. The same body again gets the same answer while that is
+    kept; with another body a name in use, or used lately, is refused with 409."""
+    resumable: bool | None = None
+    """Go on for a while when the connection breaks, and number the events of a stream, so that
+    GET /v1/requests/{request_id}/events continues it."""
     return_token_ids: bool | None = None
     """Add `prompt_token_ids`, and `token_ids` to each choice."""
+    return_tokens_as_token_ids: bool | None = None
+    """Write tokens in log-probabilities as `token_id:7` instead of their text."""
 
 
 class ChatBody(GenerationBody):
@@ -162,7 +121,7 @@ class ChatBody(GenerationBody):
 
     messages: Messages
     """What was said so far."""
-    max_completion_tokens: Annotated[int, Field(ge=1, le=_INT32)] | None = None
+    max_completion_tokens: Annotated[int, Field(ge=1, le=INT32)] | None = None
     """As `max_tokens`, and wins over it."""
     logprobs: bool | None = None
     """Return the log-probability of each generated token."""
@@ -172,6 +131,14 @@ class ChatBody(GenerationBody):
     """Variables for the model's chat template, say `enable_thinking`."""
     add_generation_prompt: bool | None = None
     """Begin the assistant's turn. Default: true."""
+    continue_final_message: bool | None = None
+    """Go on with the last message instead. Needs `add_generation_prompt` to be false, or left out."""
+    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None
+    """Functions that the model may call."""
+    tool_choice: ToolChoice | None = None
+    """Whether it does: `none`, `auto` (the default), `required` (at least one), or a named function."""
+    parallel_tool_calls: bool | None = None
+    """Whether more than one call may be in an output. Default: true."""
 
 
 class CompletionBody(GenerationBody):
@@ -181,6 +148,8 @@ class CompletionBody(GenerationBody):
     """A text, token ids, or a list of either."""
     echo: bool | None = None
     """Return the prompt before the output. With it, `max_tokens` may be 0."""
+    add_special_tokens: bool | None = None
+    """Add BOS and the like to prompts that are text. Default: true."""
     logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     """Return the log-probability of each token and of so many of the most likely ones; with `echo`, of the prompt's."""
 
@@ -196,6 +165,10 @@ class TokenizeBody(Body):
     """Add BOS and the like to plain text. Default: true."""
     add_generation_prompt: bool | None = None
     """Begin the assistant's turn of a chat. Default: true."""
+    continue_final_message: bool | None = None
+    """Leave the last message of a chat open."""
+    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None
+    """Functions that the model may call."""
     chat_template_kwargs: dict[str, Any] | None = None
     """Variables for the model's chat template."""
     return_token_strs: bool | None = None
@@ -217,7 +190,9 @@ def parse(kind: type[BodyT], value: Mapping[str, Any]) -> BodyT:
     try:
         return kind.model_validate({name: item for name, item in value.items() if item is not None})
     except ValidationError as error:
-        problems = [(_path(e["loc"]), e["msg"]) for e in error.errors(include_url=False, include_input=False)]
+        errors = error.errors(include_url=False, include_input=False)
+        # Our own checks raise ValueError, which pydantic says in front of what they say.
+        problems = [(_path(e["loc"]), e["msg"].removeprefix("Value error, ")) for e in errors]
     lines = [f"{field}: {message}" for field, message in problems[:MAX_LISTED]]
     if len(problems) > MAX_LISTED:
         lines.append(f"and {len(problems) - MAX_LISTED} more")

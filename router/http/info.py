@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import time
-from collections.abc import Sequence
 from typing import Any
 
 from starlette.requests import Request
@@ -12,12 +12,13 @@ from starlette.responses import Response
 
 import pdserve
 from pdserve.errors import InvalidRequestError, NotFoundError
-from pdserve.rpc.v1 import inference_pb2 as pb
 from router.core import RouterCore
 from router.http.body import BodyLimits, read_json
-from router.http.fields import MAX_CHOICES, BodyT, DetokenizeBody, TokenizeBody, parse
+from router.http.call_limits import client_of
+from router.http.fields import BodyT, DetokenizeBody, TokenizeBody, parse
 from router.http.messages import chat_prompt, template_kwargs
 from router.http.plans import FieldNames
+from router.http.tools import functions
 from router.http.unsupported import check_extra
 from router.validation import ChatInput, check_chat, check_model, check_text, check_token_ids
 
@@ -96,7 +97,7 @@ class InfoEndpoints:
 
     async def request_info(self, request: Request) -> Response:
         """State of a request. Raises NotFoundError."""
-        status = await self._core.status_of(request.path_params["request_id"])
+        status = await self._core.status_of(request.path_params["request_id"], self._caller(request))
         return _json(
             {
                 "id": status.request_id,
@@ -113,14 +114,16 @@ class InfoEndpoints:
         )
 
     async def cancel_request(self, request: Request) -> Response:
-        """Cancel a request, or all choices of a body by its id. Raises NotFoundError for one that never was."""
+        """Cancel a request. Raises NotFoundError for one that never was."""
         name = request.path_params["request_id"]
-        names: Sequence[str] = (name, *(f"{name}:{i}" for i in range(MAX_CHOICES)))
-        # Every one of them, so no `any`.
-        cancelled = sum(self._core.cancel(one) for one in names) > 0
+        caller = self._caller(request)
+        cancelled = self._core.cancel(name, caller)
         if not cancelled:
-            await self._core.status_of(name)
+            await self._core.status_of(name, caller)
         return _json({"id": name, "object": "request", "cancelled": cancelled})
+
+    def _caller(self, request: Request) -> bytes:
+        return self._core.limiter.name_of(*client_of(request.scope))
 
     def _model(self) -> dict[str, Any]:
         return {
@@ -140,13 +143,13 @@ class InfoEndpoints:
         return body
 
     def _chat(self, body: TokenizeBody) -> ChatInput:
-        message = pb.GenerateRequest(chat=chat_prompt(body.messages or ()))
-        checked = check_chat("chat", message.chat, self._core.config)
-        return ChatInput(
-            checked.messages,
-            add_generation_prompt=body.add_generation_prompt is not False,
-            template_kwargs=template_kwargs(body.chat_template_kwargs),
-        )
+        chat = chat_prompt(body.messages or ())
+        chat.tools.extend(functions(body.tools or ()))
+        chat.continue_final_message = bool(body.continue_final_message)
+        if body.add_generation_prompt is not None:
+            chat.add_generation_prompt = body.add_generation_prompt
+        checked = check_chat("chat", chat, self._core.config)
+        return dataclasses.replace(checked, template_kwargs=template_kwargs(body.chat_template_kwargs))
 
 
 def _json(value: object) -> Response:

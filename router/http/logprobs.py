@@ -15,13 +15,18 @@ LOWEST: Final = -9999.0
 class TokenNames:
     """Tokens as strings, each of which means one token's bytes."""
 
-    def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool) -> None:
-        """`skip_special_tokens`: whether special tokens have no bytes, as they add none to the text."""
+    def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool, as_ids: bool = False) -> None:
+        """`skip_special_tokens`: whether special tokens have no bytes, as they add none to the text. `as_ids`: every
+        token is called by its id."""
         self._tokenizer = tokenizer
+        self._as_ids = as_ids
         self._skip_special_tokens = skip_special_tokens
 
     def name(self, token_id: int) -> str:
-        """Its text; `bytes:\\xf0\\x9f` if it is not whole characters, so that no two of those have the same name."""
+        """Its text; `bytes:\\xf0\\x9f` if it is not whole characters, so that no two of those have the same name;
+        `token_id:7` if it has no text, or ids are wanted."""
+        if self._as_ids:
+            return f"token_id:{token_id}"
         data = self._tokenizer.id_to_bytes(token_id)
         try:
             return data.decode() or f"token_id:{token_id}"
@@ -57,10 +62,16 @@ class CompletionLogprobs:
     """
 
     def __init__(
-        self, tokenizer: Tokenizer, prompt_ids: Sequence[int], *, echo: bool, skip_special_tokens: bool
+        self,
+        tokenizer: Tokenizer,
+        prompt_ids: Sequence[int],
+        *,
+        echo: bool,
+        skip_special_tokens: bool,
+        as_ids: bool = False,
     ) -> None:
         """With `echo` the text begins with the prompt, otherwise after it."""
-        self._names = TokenNames(tokenizer, skip_special_tokens=skip_special_tokens)
+        self._names = TokenNames(tokenizer, skip_special_tokens=skip_special_tokens, as_ids=as_ids)
         self._text = IncrementalDetokenizer(tokenizer, () if echo else prompt_ids, skip_special_tokens)
         self._offset = 0
 

@@ -1,4 +1,4 @@
-"""Messages of OpenAI's chat format to those of the core: a role and one text each."""
+"""Messages of OpenAI's chat format to those of the core: a role, one text, and calls of functions."""
 
 from __future__ import annotations
 
@@ -8,12 +8,13 @@ from typing import Any, Final
 from pdserve.errors import InvalidRequestError
 from pdserve.rpc.v1 import inference_pb2 as pb
 from pdserve.tokenizer.chat import require_unicode
+from router.http.tools import optional_text, tool_calls
+from router.validation import TEMPLATE_RESERVED
 
-_ROLES: Final = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
+_ROLES: Final = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 """`developer` is what OpenAI calls the system role for some of its models."""
 
-_TEMPLATE_RESERVED: Final = frozenset({"self", "messages", "add_generation_prompt", "tools", "documents", "tokenize"})
-"""What the template gets from the request itself."""
+_FIELDS: Final = ("role", "content", "name", "tool_calls", "tool_call_id")
 
 
 def chat_prompt(messages: Sequence[Mapping[str, Any]]) -> pb.ChatPrompt:
@@ -25,7 +26,7 @@ def chat_prompt(messages: Sequence[Mapping[str, Any]]) -> pb.ChatPrompt:
 
 def template_kwargs(kwargs: Mapping[str, Any] | None) -> Mapping[str, Any]:
     """Raises InvalidRequestError for variables that cannot be set from outside."""
-    if taken := sorted(_TEMPLATE_RESERVED & (kwargs or {}).keys()):
+    if taken := sorted(TEMPLATE_RESERVED & (kwargs or {}).keys()):
         field = f"chat_template_kwargs.{taken[0]}"
         raise InvalidRequestError(f"{field}: cannot be set", field=field)
     return kwargs or {}
@@ -39,13 +40,20 @@ def _message(message: Mapping[str, Any], path: str) -> pb.ChatMessage:
         )
     for name, value in message.items():
         # Clients send an answer back with all the fields it came with, most of them null or empty.
-        if name not in ("role", "content") and value not in (None, [], ""):
+        if name not in _FIELDS and value not in (None, [], ""):
             field = f"{path}.{name[:64]}"
-            raise InvalidRequestError(f"{field}: is not supported; a message has role and content", field=field)
+            raise InvalidRequestError(f"{field}: is not supported; a message has {', '.join(_FIELDS)}", field=field)
+    calls = tool_calls(message.get("tool_calls"), f"{path}.tool_calls")
     content = message.get("content")
     if content is None and role == "assistant":
         content = ""
-    return pb.ChatMessage(role=_ROLES[role], content=_content(content, f"{path}.content"))
+    return pb.ChatMessage(
+        role=_ROLES[role],
+        content=_content(content, f"{path}.content"),
+        name=optional_text(message.get("name"), f"{path}.name"),
+        tool_call_id=optional_text(message.get("tool_call_id"), f"{path}.tool_call_id"),
+        tool_calls=calls,
+    )
 
 
 def _content(content: object, path: str) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import html
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
 from pydantic import BaseModel
@@ -13,9 +13,22 @@ from pydantic.json_schema import models_json_schema
 import pdserve
 from router.http import responses
 from router.http.operations import OPERATIONS, Operation
+from router.validation import REQUEST_ID
 
 _REF: Final = "#/components/schemas/{model}"
 _DESCRIPTION: Final = "OpenAI-compatible API of pdserve. The same requests, typed, are served over gRPC."
+
+_EVENT: Final[Mapping[str, Any]] = {
+    "type": "object",
+    "description": "One event of the stream.",
+    "required": ["data"],
+    "properties": {"data": {"type": "string", "description": "A chunk or an error as JSON, or at the end [DONE]."}},
+}
+_PARAMETERS: Final[Mapping[str, Mapping[str, Any]]] = {
+    "model_id": {"type": "string", "minLength": 1},
+    "request_id": {"type": "string", "pattern": f"^{REQUEST_ID.pattern}$"},
+}
+"""Parts of paths, by name."""
 
 
 def openapi_document() -> dict[str, Any]:
@@ -41,9 +54,11 @@ def _operation(op: Operation, refs: Mapping[Any, Mapping[str, Any]]) -> dict[str
     if op.answer is not None:
         content["application/json"] = {"schema": refs[op.answer, "validation"]}
     if op.streams:
-        content["text/event-stream"] = {"schema": {"type": "string"}}
+        content["text/event-stream"] = {"schema": _EVENT}
     if op.name == "openapi":
         content["application/json"] = {"schema": {"type": "object"}}
+    if op.name == "metrics":
+        content["text/plain"] = {"schema": {"type": "string"}}
     if op.name == "docs":
         content["text/html"] = {"schema": {"type": "string"}}
     error = {"application/json": {"schema": refs[responses.Error, "validation"]}}
@@ -56,6 +71,12 @@ def _operation(op: Operation, refs: Mapping[Any, Mapping[str, Any]]) -> dict[str
             **{str(status): {"description": "Refused or failed.", "content": error} for status in sorted(op.errors)},
         },
     }
+    if op.streams and op.body is not None:
+        result["responses"]["200"]["links"] = {
+            one.name: {"operationId": one.name, "parameters": {"request_id": "$response.body#/id"}}
+            for one in OPERATIONS
+            if one.parameter == "request_id"
+        }
     if op.name == "health":
         result["responses"]["503"] = {"description": "No usable workers, or stopping."}
     if op.body is not None:
@@ -63,8 +84,14 @@ def _operation(op: Operation, refs: Mapping[Any, Mapping[str, Any]]) -> dict[str
             "required": True,
             "content": {"application/json": {"schema": refs[op.body, "validation"]}},
         }
+    parameters: list[dict[str, Any]] = [
+        {"name": name, "in": "header", "description": text, "schema": {"type": "string"}} for name, text in op.headers
+    ]
     if op.parameter is not None:
-        result["parameters"] = [{"name": op.parameter, "in": "path", "required": True, "schema": {"type": "string"}}]
+        schema = _PARAMETERS[op.parameter]
+        parameters.append({"name": op.parameter, "in": "path", "required": True, "schema": schema})
+    if parameters:
+        result["parameters"] = parameters
     return result
 
 
@@ -90,21 +117,42 @@ def docs_page(document: Mapping[str, Any]) -> str:
 
 
 def _fields(reference: Mapping[str, Any], schemas: Mapping[str, Any]) -> str:
-    schema = schemas[reference["$ref"].rpartition("/")[2]]
-    required = schema.get("required", ())
-    rows = []
-    for name, field in schema.get("properties", {}).items():
-        mark = " *" if name in required else ""
-        rows.append(
-            f"<tr><td><code>{html.escape(name)}</code>{mark}</td><td><code>{html.escape(_type(field))}</code></td>"
-            f"<td>{html.escape(field.get('description', ''))}</td></tr>"
-        )
-    return f"<table><tr><th>field</th><th>type</th><th></th></tr>{''.join(rows)}</table>"
+    rows = "".join(
+        f"<tr><td><code>{html.escape(path)}</code>{' *' if required else ''}</td>"
+        f"<td><code>{html.escape(_type(field))}</code></td><td>{html.escape(field.get('description', ''))}</td></tr>"
+        for path, field, required in _rows("", reference, schemas)
+    )
+    return f"<table><tr><th>field</th><th>type</th><th></th></tr>{rows}</table>"
+
+
+def _rows(
+    path: str, schema: Mapping[str, Any], schemas: Mapping[str, Any]
+) -> Iterator[tuple[str, Mapping[str, Any], bool]]:
+    """Path, schema and whether it is needed, of every field at and below `path`; each path once."""
+    seen = set()
+    for variant in _variants(schema, schemas):
+        if "items" in variant:
+            yield from _rows(f"{path}[]", variant["items"], schemas)
+        for name, field in variant.get("properties", {}).items():
+            inner = f"{path}.{name}".removeprefix(".")
+            if inner not in seen:
+                seen.add(inner)
+                yield inner, field, name in variant.get("required", ())
+                yield from _rows(inner, field, schemas)
+
+
+def _variants(schema: Mapping[str, Any], schemas: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+    """What a value may be, with references followed."""
+    if "anyOf" in schema:
+        for one in schema["anyOf"]:
+            yield from _variants(one, schemas)
+    else:
+        yield schemas[schema["$ref"].rpartition("/")[2]] if "$ref" in schema else schema
 
 
 def _type(field: Mapping[str, Any]) -> str:
     if "anyOf" in field:
-        return " | ".join(_type(one) for one in field["anyOf"])
+        return " | ".join(dict.fromkeys(_type(one) for one in field["anyOf"]))
     if "$ref" in field:
         return str(field["$ref"]).rpartition("/")[2]
     if "const" in field or "enum" in field:
@@ -112,7 +160,8 @@ def _type(field: Mapping[str, Any]) -> str:
     if field.get("type") == "array":
         return f"[{_type(field.get('items', {}))}]"
     bounds = [f"{sign} {field[key]:g}" for key, sign in _BOUNDS if key in field]
-    return " ".join([str(field.get("type", "any")), ", ".join(bounds)]).strip()
+    kind = field.get("type", "any")
+    return " ".join([kind if isinstance(kind, str) else " | ".join(kind), ", ".join(bounds)]).strip()
 
 
 _BOUNDS: Final = (("minimum", ">="), ("exclusiveMinimum", ">"), ("maximum", "<="), ("exclusiveMaximum", "<"))

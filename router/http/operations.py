@@ -11,7 +11,8 @@ from router.http import responses
 from router.http.fields import Body, ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 
 _BODY: Final = (400, 404, 408, 413, 415)
-_WORK: Final = (*_BODY, 409, 429, 499, 500, 503, 504)
+_RESULT: Final = (429, 499, 500, 503, 504)
+_WORK: Final = (*_BODY, 409, 421, *_RESULT)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,6 +30,8 @@ class Operation:
     streams: bool = False
     """Whether the answer may be server-sent events."""
     errors: tuple[int, ...] = ()
+    headers: tuple[tuple[str, str], ...] = ()
+    """Names and meanings of headers that a client may send."""
     tag: str = "server"
 
     @property
@@ -53,6 +56,12 @@ OPERATIONS: Final = (
         name="request_info", method="GET", path="/v1/requests/{request_id}", tag="requests",
         summary="State of a request that runs or ended recently.",
         answer=responses.RequestInfo, errors=(400, 404, 503),
+    ),
+    Operation(
+        name="request_events", method="GET", path="/v1/requests/{request_id}/events", tag="requests",
+        summary="Events of a request as server-sent events, from the one after the header Last-Event-ID on.",
+        streams=True, errors=(*_RESULT, 400, 404, 421),
+        headers=(("Last-Event-ID", "The last event that the client has got. Default: none, so all are sent."),),
     ),
     Operation(
         name="cancel_request", method="DELETE", path="/v1/requests/{request_id}", tag="requests",
@@ -86,6 +95,7 @@ OPERATIONS: Final = (
     Operation(
         name="version", method="GET", path="/version", summary="Version of pdserve.", answer=responses.Version,
     ),
+    Operation(name="metrics", method="GET", path="/metrics", summary="Metrics in the text format of Prometheus."),
     Operation(name="openapi", method="GET", path="/openapi.json", summary="This document."),
     Operation(name="docs", method="GET", path="/docs", summary="This document for people."),
 )  # fmt: skip

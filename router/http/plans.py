@@ -6,20 +6,22 @@ import dataclasses
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any
 
 from pdserve.errors import InvalidRequestError, PdServeError
+from pdserve.rpc.codec import grammar_to_proto
 from pdserve.rpc.v1 import common_pb2
 from pdserve.rpc.v1 import inference_pb2 as pb
 from pdserve.tokenizer.chat import require_unicode
 from router.core import RouterCore
-from router.http.fields import MAX_CHOICES, ChatBody, CompletionBody, GenerationBody
+from router.generation import NUM_SEEDS, Ask
+from router.http.fields import ChatBody, CompletionBody, GenerationBody
 from router.http.messages import chat_prompt, template_kwargs
-from router.validation import ChatInput, CheckedRequest, check_request, check_request_id
+from router.http.structured import structured_of
+from router.http.tools import add_tools
+from router.resume_record import Source
+from router.validation import ChatInput, CheckedRequest, TextInput, check_name, check_request
 
-NUM_SEEDS: Final = 2**64
-
-_MAX_SUFFIX = len(":127")
 _INT64 = 2**63
 
 
@@ -39,23 +41,26 @@ class Plan:
     """In a stream: the usage so far in every chunk."""
     token_ids: bool
     """Whether the answer shows them."""
+    names_are_ids: bool = False
+    """Whether tokens in log-probabilities are shown as their ids."""
+    resumable: bool = False
+    """Whether the client may come back for the rest of a stream."""
     echo: bool = False
     """Whether the prompt comes before the output."""
     score_only: bool = False
     """The client wants nothing generated. One token is, as nothing less can be asked of workers, and is dropped."""
 
-    def choices(self) -> Iterator[tuple[str, int, CheckedRequest]]:
-        """Request id, index of the prompt, and request of each choice, in the order of their own index.
-
-        Choice i of a prompt is drawn with (seed + i) mod 2**64: what a request of its own with that seed would draw.
-        """
-        single = len(self.prompts) * self.num_choices == 1
-        for prompt_index, checked in enumerate(self.prompts):
-            for i in range(self.num_choices):
-                seed = (checked.sampling.seed + i) % NUM_SEEDS
-                own = dataclasses.replace(checked, sampling=dataclasses.replace(checked.sampling, seed=seed))
-                index = prompt_index * self.num_choices + i
-                yield self.request_id if single else f"{self.request_id}:{index}", prompt_index, own
+    def ask(self, digest: bytes, tenant: bytes, source: Source | None) -> Ask:
+        """What the core is to do. `digest` is of the body, `tenant` who has sent it, `source` as in Ask."""
+        return Ask(
+            request_id=self.request_id,
+            prompts=self.prompts,
+            num_outputs=self.num_choices,
+            resumable=self.resumable,
+            digest=digest,
+            tenant=tenant,
+            source=source,
+        )
 
     def names_of(self, prompt_index: int) -> FieldNames:
         """Names of fields in errors about one of the prompts."""
@@ -69,6 +74,8 @@ class FieldNames:
     prompt: str = "messages"
     max_tokens: str = "max_tokens"
     logprobs: str = "logprobs"
+    grammar: str = "response_format"
+    """The field that says what the output must look like."""
 
     def at(self, prompt_index: int) -> FieldNames:
         """Those for one prompt of several."""
@@ -77,15 +84,18 @@ class FieldNames:
     def renamed(self, error: PdServeError) -> PdServeError:
         """The same error, changed in place: fields of gRPC's request become those of the body."""
         error.message = _PROBLEM.sub(lambda found: found[1] + self._renamed(found[2]), error.message)
+        error.message = _FUNCTION.sub(r"\g<0>function.", error.message)
         error.args = (error.message,)
         if error.field is not None:
             error.field = _FIELD.sub(lambda found: self._renamed(found[0]), error.field)
+            error.field = _FUNCTION.sub(r"\g<0>function.", error.field)
         return error
 
     def _renamed(self, field: str) -> str:
         special = {
             "chat": self.prompt,
             "chat.messages": self.prompt,
+            "chat.template_kwargs": "chat_template_kwargs",
             "input": self.prompt,
             "logprobs": self.logprobs,
             "prompt_logprobs": "logprobs",
@@ -93,12 +103,18 @@ class FieldNames:
             "text": self.prompt,
             "token_ids.ids": self.prompt,
         }
-        return special.get(field) or field.removeprefix("sampling.").removeprefix("stop.")
+        if field.startswith("grammar"):
+            return self.grammar
+        return special.get(field) or field.removeprefix("chat.").removeprefix("sampling.").removeprefix("stop.")
 
 
-_NAME = r"(?:chat\.messages|(?:sampling|stop)\.[a-z_]+|token_ids\.ids|chat|text|input|logprobs|prompt_logprobs)"
+_NAME = (
+    r"(?:(?:chat|sampling|stop)\.[a-z_]+|token_ids\.ids|chat|grammar(?:\.[a-z_]+)?|text|input|logprobs|prompt_logprobs)"
+)
 _FIELD = re.compile(rf"^{_NAME}(?=[\[.]|$)")
 _PROBLEM = re.compile(rf"(^|; |\()({_NAME})(?=[\[.:)])")
+_FUNCTION = re.compile(r"(?<![\w.'])(?:messages\[\d+\]\.tool_calls|tools)\[\d+\]\.(?=(?:name|arguments|parameters)\b)")
+"""What OpenAI's API has one level deeper."""
 
 
 def chat_plan(body: ChatBody, core: RouterCore) -> Plan:
@@ -108,15 +124,17 @@ def chat_plan(body: ChatBody, core: RouterCore) -> Plan:
     own_max = body.max_completion_tokens is not None
     names = FieldNames(max_tokens="max_completion_tokens" if own_max else "max_tokens", logprobs="top_logprobs")
     kwargs = template_kwargs(body.chat_template_kwargs)
-    begin_turn = body.add_generation_prompt is not False
     message = pb.GenerateRequest(chat=chat_prompt(body.messages))
+    add_tools(message.chat, body)
+    if body.add_generation_prompt is not None:
+        message.chat.add_generation_prompt = body.add_generation_prompt
+    message.chat.continue_final_message = bool(body.continue_final_message)
     max_tokens = body.max_completion_tokens if own_max else body.max_tokens
     _fill(message, body, max_tokens, (body.top_logprobs or 0) if body.logprobs else None)
 
     def add_template(checked: CheckedRequest) -> CheckedRequest:
         assert isinstance(checked.prompt, ChatInput), "a chat"
-        prompt = dataclasses.replace(checked.prompt, template_kwargs=kwargs, add_generation_prompt=begin_turn)
-        return dataclasses.replace(checked, prompt=prompt)
+        return dataclasses.replace(checked, prompt=dataclasses.replace(checked.prompt, template_kwargs=kwargs))
 
     return _plan(body, core, [message], names, add_template)
 
@@ -131,7 +149,16 @@ def completion_plan(body: CompletionBody, core: RouterCore) -> Plan:
         if echo and body.logprobs is not None:
             message.prompt_logprobs = body.logprobs
         messages.append(message)
-    plan = _plan(body, core, messages, FieldNames(prompt="prompt"), lambda checked: checked)
+    if echo and body.truncate_prompt_tokens is not None:
+        raise InvalidRequestError("truncate_prompt_tokens: excludes echo", field="truncate_prompt_tokens")
+
+    def finish(checked: CheckedRequest) -> CheckedRequest:
+        if not isinstance(checked.prompt, TextInput):
+            return checked
+        special = body.add_special_tokens is not False
+        return dataclasses.replace(checked, prompt=dataclasses.replace(checked.prompt, add_special_tokens=special))
+
+    plan = _plan(body, core, messages, FieldNames(prompt="prompt"), finish)
     return dataclasses.replace(plan, echo=echo, score_only=score_only)
 
 
@@ -143,27 +170,31 @@ def _plan(
     finish: Callable[[CheckedRequest], CheckedRequest],
 ) -> Plan:
     num_choices = body.n or 1
-    if (total := len(messages) * num_choices) > MAX_CHOICES:
-        raise InvalidRequestError(f"n: {total} choices over all prompts, at most {MAX_CHOICES} are allowed", field="n")
+    if (total := len(messages) * num_choices) > core.config.max_outputs:
+        raise InvalidRequestError(
+            f"n: {total} choices over all prompts, at most {core.config.max_outputs} are allowed (router.max_outputs)",
+            field="n",
+        )
     options = body.stream_options
     if options is not None and not body.stream:
         raise InvalidRequestError("stream_options: needs stream to be true", field="stream_options")
+    structured = structured_of(body)
+    if structured is not None:
+        names = dataclasses.replace(names, grammar=structured.field)
     limits = core.limits()
     prompts = []
     for index, message in enumerate(messages):
         message.model = body.model or ""
+        if structured is not None:
+            message.grammar.CopyFrom(grammar_to_proto(structured.grammar))
         try:
             checked = check_request(message, limits, core.config)
         except PdServeError as error:
             raise (names.at(index) if len(messages) > 1 else names).renamed(error) from error
-        checked = dataclasses.replace(
-            checked,
-            skip_special_tokens=body.skip_special_tokens is not False,
-            include_stop_string=bool(body.include_stop_str_in_output),
-        )
+        checked = dataclasses.replace(checked, max_prompt_tokens=body.truncate_prompt_tokens)
         prompts.append(finish(checked))
     return Plan(
-        request_id=_request_id(body.request_id, several=total > 1),
+        request_id=_request_id(body.request_id, total),
         prompts=tuple(prompts),
         num_choices=num_choices,
         names=names,
@@ -171,17 +202,15 @@ def _plan(
         include_usage=options is not None and bool(options.include_usage),
         continuous_usage=options is not None and bool(options.continuous_usage_stats),
         token_ids=bool(body.return_token_ids),
+        names_are_ids=bool(body.return_tokens_as_token_ids),
+        resumable=bool(body.resumable),
     )
 
 
-def _request_id(wanted: str | None, *, several: bool) -> str:
+def _request_id(wanted: str | None, num_choices: int) -> str:
     if wanted == "":
         raise InvalidRequestError("request_id: must not be empty", field="request_id")
-    request_id = check_request_id(wanted or "")
-    if several:
-        # The names of the choices must be names as well.
-        check_request_id(request_id + "x" * _MAX_SUFFIX)
-    return request_id
+    return check_name(wanted or "", num_choices)
 
 
 def _fill(message: pb.GenerateRequest, body: GenerationBody, max_tokens: int | None, logprobs: int | None) -> None:
@@ -209,6 +238,10 @@ def _fill(message: pb.GenerateRequest, body: GenerationBody, max_tokens: int | N
     )
     if logprobs is not None:
         message.logprobs = logprobs
+    message.skip_special_tokens = body.skip_special_tokens is not False
+    message.include_stop_string = bool(body.include_stop_str_in_output)
+    message.cache_salt = body.cache_salt or ""
+    message.priority = body.priority or 0
 
 
 def _logit_bias(bias: Mapping[str, float]) -> dict[int, float]:

@@ -23,6 +23,8 @@ class ErrorDetail(Answer):
     """Path of the field at fault, if one is."""
     code: str
     """A code of docs/protocol.md, or OpenAI's own name for it."""
+    reason: str | None = None
+    """Why the cluster has no capacity for it; only there with the code `no_capacity`, or without workers."""
 
 
 class Error(Answer):
@@ -83,17 +85,37 @@ class Choice(Answer):
     """What all choices have."""
 
     index: int
-    finish_reason: Literal["stop", "length"]
+    finish_reason: Literal["stop", "length", "tool_calls"]
+    """`tool_calls`: the model has ended its turn, and waits for the results of the calls in it."""
     stop_reason: str | int | None
     """The stop string or the id of the token that ended the output."""
+
+
+class Function(Answer):
+    """Part of `ToolCall`."""
+
+    name: str
+    arguments: str
+    """A JSON object, as JSON text. Cut off where the output was."""
+
+
+class ToolCall(Answer):
+    """A call of a function."""
+
+    id: str
+    type: Literal["function"]
+    function: Function
 
 
 class ChatMessage(Answer):
     """What the model said."""
 
     role: Literal["assistant"]
-    content: str
+    content: str | None
+    """null if there are calls and nothing else."""
     refusal: None
+    tool_calls: list[ToolCall] = []
+    """Only if there are any."""
 
 
 class ChatChoice(Choice):
@@ -107,7 +129,7 @@ class ChatCompletion(Answer):
     """Answer of /v1/chat/completions."""
 
     id: str
-    """Also the request's name for /v1/requests; with several choices theirs are `{id}:0`, `{id}:1`, ..."""
+    """Also the request's name for /v1/requests; with several choices theirs are `{id}-0`, `{id}-1`, ..."""
     object: Literal["chat.completion"]
     created: int
     """Unix time in seconds."""

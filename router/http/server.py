@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import socket
 import time
 from email.utils import formatdate
@@ -15,10 +16,17 @@ from uvicorn.server import ServerState
 
 from pdserve.config.schema import RouterSection
 from pdserve.errors import ConfigError
+from pdserve.open_files import allow_open_files
+from pdserve.security.public import PublicTls
+from pdserve.security.refusals import CLIENT_REASONS, Refusals
+from pdserve.security.tls_gate import TlsGate
 from router.http.connection import HttpConnection
+from router.http.crowd import Crowd
 
-MAX_HEAD_NBYTES: Final = 64 << 10
-"""Request line and headers."""
+log = logging.getLogger(__name__)
+
+RESERVED_FILES: Final = 256
+"""Open files and sockets that are no connection of a client: redis, workers, pipes, the model while it is read."""
 BACKLOG: Final = 2048
 SEND_BUFFER_NBYTES: Final = 128 << 10
 """What the kernel holds of an answer that a client does not read. Left to itself it takes megabytes, which are minutes
@@ -31,8 +39,13 @@ class HttpEndpoint:
     uvicorn's own server is not used: it would install signal handlers, and wait for clients that do not read.
     """
 
-    def __init__(self, config: RouterSection) -> None:
-        """Raises ConfigError if the port is taken."""
+    def __init__(self, config: RouterSection, tls: PublicTls | None = None, refusals: Refusals | None = None) -> None:
+        """`tls`: None for none. `refusals` keeps account of handshakes that fail.
+
+        Raises ConfigError if the port is taken."""
+        self._tls = tls
+        self._refusals = refusals or Refusals("router.http_port", CLIENT_REASONS)
+        self._gate: TlsGate | None = None
         listen = config.http_listen
         assert listen is not None, "HTTP is off"
         self._config = config
@@ -67,14 +80,25 @@ class HttpEndpoint:
             # Addresses that headers claim mean nothing here.
             proxy_headers=False,
             timeout_keep_alive=max(1, round(self._config.http_keep_alive_s)),
-            h11_max_incomplete_event_size=MAX_HEAD_NBYTES,
+            h11_max_incomplete_event_size=self._config.http_max_head_bytes,
         )
         config.load()
         self._set_date()
+        crowd = Crowd(self._room(), self._config.http_max_connections_per_peer)
+
+        def connection() -> HttpConnection:
+            return HttpConnection(
+                config,
+                self._state,
+                crowd,
+                head_timeout_s=self._config.http_head_timeout_s,
+                max_head_nbytes=self._config.http_max_head_bytes,
+            )
+
+        if self._tls is not None:
+            self._gate = TlsGate(self._tls.http_context, connection, self._refusals)
         self._server = await asyncio.get_running_loop().create_server(
-            lambda: HttpConnection(config, self._state, head_timeout_s=self._config.http_head_timeout_s),
-            sock=self._socket,
-            backlog=BACKLOG,
+            self._gate or connection, sock=self._socket, backlog=BACKLOG
         )
 
     async def run(self) -> NoReturn:
@@ -90,6 +114,8 @@ class HttpEndpoint:
             self._socket.close()
             return
         self._server.close()
+        if self._gate is not None:
+            await self._gate.aclose()
         # Only connections of this class are ever made.
         connections = [c for c in self._state.connections if isinstance(c, HttpConnection)]
         tasks = list(self._state.tasks)
@@ -105,6 +131,18 @@ class HttpEndpoint:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _room(self) -> int:
+        """Connections that this process can have open beside everything else."""
+        wanted, others = self._config.http_max_connections, self._config.grpc_max_connections + RESERVED_FILES
+        limit = allow_open_files(wanted + others)
+        room = min(wanted, max(limit - others, limit // 2))
+        if room < wanted:
+            log.warning(
+                "router.http_max_connections: %d cut to %d, as this process may have %d files open (ulimit -n)",
+                *(wanted, room, limit),
+            )
+        return room
 
     def _set_date(self) -> None:
         self._state.default_headers = [(b"date", formatdate(time.time(), usegmt=True).encode())]

@@ -19,21 +19,11 @@ REFUSED: Final[Mapping[str, tuple[object, ...]]] = {
     "allowed_token_ids": (),
     "bad_words": ([],),
     "best_of": (1,),
-    "cache_salt": (),
-    "guided_choice": (),
-    "guided_grammar": (),
-    "guided_json": (),
-    "guided_regex": (),
     "kv_transfer_params": (),
     "length_penalty": (1,),
     "logits_processors": ([],),
-    "priority": (0,),
     "prompt_logprobs": (),
-    "response_format": ({"type": "text"},),
-    "return_tokens_as_token_ids": (False,),
     "spaces_between_special_tokens": (True,),
-    "structured_outputs": (),
-    "truncate_prompt_tokens": (),
     "use_beam_search": (False,),
 }
 """Field of chat and plain completions -> values that may be sent all the same."""
@@ -43,7 +33,6 @@ REFUSED_IN_CHAT: Final[Mapping[str, tuple[object, ...]]] = {
     "add_special_tokens": (False,),
     "audio": (),
     "chat_template": (),
-    "continue_final_message": (False,),
     "documents": ([],),
     "echo": (False,),
     "function_call": ("none", "auto"),
@@ -51,8 +40,6 @@ REFUSED_IN_CHAT: Final[Mapping[str, tuple[object, ...]]] = {
     "modalities": (["text"],),
     "prediction": (),
     "reasoning_effort": ("none",),
-    "tool_choice": ("none", "auto"),
-    "tools": ([],),
     "verbosity": ("medium",),
     "web_search_options": (),
 }
@@ -60,7 +47,6 @@ REFUSED_IN_CHAT: Final[Mapping[str, tuple[object, ...]]] = {
 
 REFUSED_IN_COMPLETIONS: Final[Mapping[str, tuple[object, ...]]] = {
     **REFUSED,
-    "add_special_tokens": (True,),
     "suffix": ("",),
 }
 """The same for plain completions alone."""
@@ -68,7 +54,6 @@ REFUSED_IN_COMPLETIONS: Final[Mapping[str, tuple[object, ...]]] = {
 WITHOUT_EFFECT: Final = frozenset(
     {
         "metadata",
-        "parallel_tool_calls",
         "prompt_cache_key",
         "prompt_cache_retention",
         "safety_identifier",
@@ -77,6 +62,13 @@ WITHOUT_EFFECT: Final = frozenset(
         "user",
     }
 )
+
+_INSTEAD: Final = {
+    "best_of": "n",
+    "function_call": "tool_choice",
+    "functions": "tools",
+    "prompt_logprobs": "echo together with logprobs, in /v1/completions",
+}
 
 _MAX_NAMED = 10
 _MAX_NAME = 40
@@ -88,7 +80,11 @@ def check_extra(body: Body, refused: Mapping[str, tuple[object, ...]]) -> None:
     problems = [name for name, value in extra.items() if name in refused and value not in refused[name]]
     if problems:
         raise InvalidRequestError(
-            "; ".join(f"{name}: is not supported by this server" for name in sorted(problems)), field=min(problems)
+            "; ".join(
+                f"{name}: is not supported by this server" + (f"; use {_INSTEAD[name]}" if name in _INSTEAD else "")
+                for name in sorted(problems)
+            ),
+            field=min(problems),
         )
     unknown = sorted(name for name in extra if name not in refused and name not in WITHOUT_EFFECT)
     if unknown:

@@ -7,30 +7,35 @@ from collections.abc import Sequence
 from typing import Any
 
 from router.http.generation import Choice
-from router.stream import Response
+from router.stream import Summary
 
 
 class UsageMeter:
-    """Counts while responses come. A prompt counts once, however many choices it has."""
+    """Counts while output comes. A prompt counts once, however many choices it has."""
 
     def __init__(self, choices: Sequence[Choice]) -> None:
-        self._first_of_prompt = {choice.prompt_index: choice.index for choice in reversed(choices)}
-        self._num_prompt_tokens = sum(len(choices[i].spec.prompt_ids) for i in self._first_of_prompt.values())
-        self._num_output_tokens = 0
+        first_of_prompt = {choice.prompt_index: choice.index for choice in reversed(choices)}
+        self._firsts = frozenset(first_of_prompt.values())
+        self._num_prompt_tokens = sum(len(choices[i].spec.prompt_ids) for i in self._firsts)
+        self._num_output_tokens = [0] * len(choices)
         self._num_cached_tokens = 0
 
-    def add(self, choice: Choice, response: Response) -> None:
-        """Take one response of a choice."""
-        self._num_output_tokens += len(response.delta.token_ids)
-        if response.summary is not None and self._first_of_prompt[choice.prompt_index] == choice.index:
-            self._num_cached_tokens += response.summary.num_cached_tokens
+    def reached(self, index: int, num_tokens: int) -> None:
+        """So many tokens of a choice are there."""
+        self._num_output_tokens[index] = num_tokens
+
+    def ended(self, index: int, summary: Summary) -> None:
+        """A choice is complete."""
+        if index in self._firsts:
+            self._num_cached_tokens += summary.num_cached_tokens
 
     def as_dict(self) -> dict[str, Any]:
         """`usage` so far; how much of the prompts was cached is known of choices that have ended."""
+        num_output_tokens = sum(self._num_output_tokens)
         return {
             "prompt_tokens": self._num_prompt_tokens,
-            "completion_tokens": self._num_output_tokens,
-            "total_tokens": self._num_prompt_tokens + self._num_output_tokens,
+            "completion_tokens": num_output_tokens,
+            "total_tokens": self._num_prompt_tokens + num_output_tokens,
             "prompt_tokens_details": {"cached_tokens": self._num_cached_tokens},
         }
 

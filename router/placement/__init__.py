@@ -1,6 +1,22 @@
-"""Which workers a request goes to: filter, then score in [0, 1], then pick. Pure; knows no connection and no clock."""
+"""Where a request goes: filter, then cost in seconds, then pick. Pure; knows no connection and no clock."""
 
-from router.placement.choose import Choice, LeastLoadedPlacement
-from router.placement.view import PlacementRequest, WorkerKey, WorkerView
+from router.placement.choice import Choice, Estimate
+from router.placement.choose import MAX_DECODE, LeastTimePlacement, LocalLimits
+from router.placement.fleet import Fleet
+from router.placement.holdings import Holdings, WorkerGroup
+from router.placement.view import PlacementRequest, SharedView, WorkerKey, WorkerView
 
-__all__ = ["Choice", "LeastLoadedPlacement", "PlacementRequest", "WorkerKey", "WorkerView"]
+__all__ = [
+    "MAX_DECODE",
+    "Choice",
+    "Estimate",
+    "Fleet",
+    "Holdings",
+    "LeastTimePlacement",
+    "LocalLimits",
+    "PlacementRequest",
+    "SharedView",
+    "WorkerGroup",
+    "WorkerKey",
+    "WorkerView",
+]

@@ -1,38 +1,43 @@
-"""Which workers can take a request at all. Each filter answers for one worker, independently of the others."""
+"""Which workers can take a request at all. Each filter answers for every worker, independently of the others.
+
+A worker can take it that is connected, not draining, and whose KV pool could hold the request if it were empty. Whether
+there is room now is the worker's own business.
+"""
 
 from __future__ import annotations
 
 from typing import Protocol
 
-from router.placement.view import PlacementRequest, WorkerView
+from router.placement.fleet import Bools, Fleet
+from router.placement.view import PlacementRequest
 
 
 class Filter(Protocol):
     """One condition."""
 
-    def keeps(self, request: PlacementRequest, worker: WorkerView) -> bool:
-        """Whether `worker` may get `request`."""
+    def keeps(self, request: PlacementRequest, fleet: Fleet) -> Bools:
+        """By row: whether that worker may get `request`."""
 
 
-class Usable:
-    """Connected and not draining."""
+class CanPrefill:
+    """A prefill worker that can hold what is known."""
 
-    def keeps(self, request: PlacementRequest, worker: WorkerView) -> bool:
+    def keeps(self, request: PlacementRequest, fleet: Fleet) -> Bools:
         """See Filter."""
-        return worker.usable
+        return fleet.prefill_limit >= request.num_known_tokens
 
 
-class Fits:
-    """Its KV pool could hold the request if it were empty. Whether there is room now is the worker's own business."""
+class CanDecode:
+    """A decode worker that can hold everything."""
 
-    def keeps(self, request: PlacementRequest, worker: WorkerView) -> bool:
+    def keeps(self, request: PlacementRequest, fleet: Fleet) -> Bools:
         """See Filter."""
-        return request.kv_tokens(worker.role) <= worker.max_kv_tokens
+        return fleet.decode_limit >= request.max_total_tokens
 
 
 class NotExcluded:
     """Not blamed by an earlier attempt of the request."""
 
-    def keeps(self, request: PlacementRequest, worker: WorkerView) -> bool:
+    def keeps(self, request: PlacementRequest, fleet: Fleet) -> Bools:
         """See Filter."""
-        return worker.key not in request.excluded
+        return ~fleet.mask(request.excluded)

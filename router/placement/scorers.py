@@ -1,60 +1,161 @@
-"""How good a worker is for a request: 1 is best, 0 worst. Scores fall with load and never reach a tie by rounding for
-loads that occur (below 2**40 tokens)."""
+"""What a request would cost on each worker, in seconds: less is better.
+
+Seconds compose: a second of waiting at a prefill worker, of computing, of moving KV, and of slower steps at a decode
+worker are added up, and workers of different speeds are compared with no further weights.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Final, Protocol
 
-from router.placement.view import PlacementRequest, WorkerView
+import numpy as np
 
-TOKENS_AT_HALF: Final = 4096
-"""Backlog at which a prefill worker scores 0.5. Only the order matters while this is the only prefill scorer."""
+from router.cost import NUM_SIZES, size_of
+from router.placement.fleet import Fleet, Floats
+from router.placement.view import PlacementRequest, WorkerKey
 
-SEQUENCES_AT_HALF: Final = 16
-"""Batch size at which a decode worker scores 0.5 for its batch."""
+HORIZON_TOKENS: Final = 64
+"""Steps for which the load of a decode worker is taken to stay what it is: outputs are longer than that more often than
+not, but by then others have come and gone."""
+ROOM_S: Final = 0.05
+"""What half a pool that is in use costs. Grows as k / (1 - k): a worker that has run out of blocks preempts, and then
+computes again."""
+TIGHT: Final = 0.95
+"""Where that becomes a straight line, because more can be promised than there is: outputs end before their bound."""
 
 
 class Scorer(Protocol):
-    """One aspect."""
+    """One part of the cost."""
 
-    def score(self, request: PlacementRequest, worker: WorkerView) -> float:
-        """In [0, 1]."""
+    def seconds(self, request: PlacementRequest, fleet: Fleet) -> Floats:
+        """By row."""
 
 
-class ShortestBacklog:
-    """Fewest prompt tokens in front of this one: what decides the time to first token."""
+class Steps:
+    """What the output takes on a decode worker, with this request in its batch."""
 
-    def score(self, request: PlacementRequest, worker: WorkerView) -> float:
+    def seconds(self, request: PlacementRequest, fleet: Fleet) -> Floats:
         """See Scorer."""
-        return TOKENS_AT_HALF / (TOKENS_AT_HALF + worker.num_tokens)
+        num_steps = min(request.max_total_tokens - request.num_known_tokens, HORIZON_TOKENS)
+        return (fleet.next_step_s + fleet.step_per_token * request.num_known_tokens) * num_steps
 
 
-class SmallestBatch:
-    """Fewest sequences: each one adds to the duration of every step."""
+class Room:
+    """How little of a decode worker's pool would be left."""
 
-    def score(self, request: PlacementRequest, worker: WorkerView) -> float:
+    def seconds(self, request: PlacementRequest, fleet: Fleet) -> Floats:
         """See Scorer."""
-        return SEQUENCES_AT_HALF / (SEQUENCES_AT_HALF + worker.num_sequences)
+        used = fleet.pool_used + fleet.pool_per_token * request.max_total_tokens
+        below = np.minimum(used, TIGHT)
+        # The line goes on with the slope that the curve has there.
+        return ROOM_S * (below / (1.0 - below) + (used - below) / (1.0 - TIGHT) ** 2)
 
 
-class MostKvRoom:
-    """Largest part of the pool that is free: a full one refuses, and a step reads all that is held."""
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """The prompt of a request on each worker, by row."""
 
-    def score(self, request: PlacementRequest, worker: WorkerView) -> float:
-        """See Scorer."""
-        return 1.0 - min(1.0, worker.num_tokens / worker.pool_tokens)
+    lacking: Floats
+    """Tokens whose KV it has not got, at least 1: the logits of the newest token are needed."""
+    queue_s: Floats
+    """Waiting for prompts that are not longer than that."""
+    alone_s: Floats
+    """Computing those tokens with nobody else there."""
 
 
-class Weighted:
-    """A weighted mean of other scorers."""
+def prompt_of(request: PlacementRequest, fleet: Fleet) -> Prompt:
+    """What is the same whoever computes it, and wherever."""
+    num_tokens, cached = request.num_known_tokens, _expected(request)
+    if cached:
+        lacking = _lacking(num_tokens, cached, fleet)
+        waits = fleet.waits[np.minimum(np.frexp(lacking)[1] - 1, NUM_SIZES - 1), fleet.rows]
+    else:
+        lacking = fleet.nothing + num_tokens
+        waits = fleet.waits[size_of(num_tokens)]
+    return Prompt(lacking, waits + fleet.overhead_s, _compute_s(num_tokens, lacking, fleet))
 
-    def __init__(self, *parts: tuple[float, Scorer]) -> None:
-        """`parts` are (weight, scorer); weights are positive."""
-        assert parts, "nothing to weigh"
-        assert all(weight > 0 for weight, _ in parts), "weights are positive"
-        self._parts = parts
-        self._total = sum(weight for weight, _ in parts)
 
-    def score(self, request: PlacementRequest, worker: WorkerView) -> float:
-        """See Scorer."""
-        return sum(weight * scorer.score(request, worker) for weight, scorer in self._parts) / self._total
+def _expected(request: PlacementRequest) -> Mapping[WorkerKey, int]:
+    return request.cached if request.expected is None else request.expected
+
+
+def _lacking(num_tokens: int, cached: Mapping[WorkerKey, int], fleet: Fleet) -> Floats:
+    return np.maximum(num_tokens - fleet.column(cached), 1.0)
+
+
+def _compute_s(num_tokens: int, lacking: Floats, fleet: Fleet) -> Floats:
+    """Computing the last `lacking` of so many tokens; see PrefillModel."""
+    per_token = fleet.prefill_per_token + fleet.prefill_per_square * (2.0 * num_tokens - lacking)
+    return fleet.prefill_fixed + per_token * lacking
+
+
+@dataclass(frozen=True, slots=True)
+class Prefill:
+    """Parts of the time to first token, by row."""
+
+    queue_s: Floats
+    fetch_s: Floats
+    prefill_s: Floats
+    ttft_s: Floats
+    """Their sum."""
+
+
+def lacking_now(request: PlacementRequest, prompt: Prompt, fleet: Fleet) -> Floats:
+    """As `Prompt.lacking`, without what workers are only about to compute."""
+    if _expected(request) is request.cached:
+        return prompt.lacking
+    return _lacking(request.num_known_tokens, request.cached, fleet)
+
+
+class RemotePrefill:
+    """On a prefill worker, which computes what it lacks or gets KV from whoever has the most of it."""
+
+    def parts(self, request: PlacementRequest, prompt: Prompt, now: Floats, fleet: Fleet) -> Prefill:
+        """Means something for prefill workers only. `now` is what workers lack now, by row."""
+        lacking, alone_s = prompt.lacking, prompt.alone_s
+        computed = Prefill(prompt.queue_s, fleet.nothing, alone_s, prompt.queue_s + alone_s)
+        if not request.cached or not fleet.any_fetches:
+            return computed
+        num_tokens = request.num_known_tokens
+        left = lacking
+        for kind in fleet.prefill_kinds:
+            reachable = np.where(fleet.sources(kind) & fleet.usable, now, num_tokens)
+            # Means nothing for workers of other kinds, whose turn comes, or which do not fetch.
+            of_kind = np.minimum(lacking, reachable[reachable.argmin()])
+            left = of_kind if len(fleet.prefill_kinds) == 1 else np.where(fleet.kind == kind, of_kind, left)
+        moved = lacking - left
+        if not np.count_nonzero(moved):
+            return computed
+        fetch_s = fleet.fetch_fixed + fleet.fetch_per_token * moved
+        per_token = fleet.prefill_per_token + fleet.prefill_per_square * (2.0 * num_tokens - lacking - left)
+        saved_s = per_token * moved
+        # A worker that has not made the fetches expected of it is not expected to make this one.
+        odds = fleet.fetch_odds * (fetch_s < saved_s)
+        fetch_s = odds * fetch_s
+        prefill_s = alone_s - odds * saved_s
+        return Prefill(prompt.queue_s, fetch_s, prefill_s, prompt.queue_s + fetch_s + prefill_s)
+
+
+class LocalPrefill:
+    """On a decode worker, in chunks beside the steps of the sequences that run there."""
+
+    def parts(self, request: PlacementRequest, prompt: Prompt, fleet: Fleet) -> Prefill:
+        """Infinite where a worker computes no prompts."""
+        num_chunks = np.ceil(prompt.lacking / np.maximum(fleet.chunk_tokens, 1.0))
+        prefill_s = prompt.alone_s + num_chunks * fleet.step_s * (fleet.num_sequences > 0.0)
+        prefill_s = np.where(fleet.computes_prompts, prefill_s, np.inf)
+        return Prefill(prompt.queue_s, fleet.nothing, prefill_s, prompt.queue_s + prefill_s)
+
+
+class Disturbance:
+    """How much the streams of a decode worker are delayed by a prompt that it computes, all together."""
+
+    def __init__(self, stream_weight: float) -> None:
+        """What a second by which one stream is delayed counts."""
+        self._weight = stream_weight
+
+    def seconds(self, prompt: Prompt, fleet: Fleet) -> Floats:
+        """By row."""
+        return self._weight * fleet.num_sequences * prompt.alone_s

@@ -198,7 +198,7 @@ def logits_and_kv(engine: Engine, pieces: Sequence[Piece], block_seed: int = 0) 
                     token_ids=piece.token_ids[done[i] : done[i] + count],
                     start_position=done[i],
                     block_table=tables[i],
-                    sample=SampleRequest(params=SamplingParams()),
+                    samples=(SampleRequest(params=SamplingParams()),),
                 )
             )
             done[i] += count
@@ -367,7 +367,7 @@ def test_logprobs_of_drawn_tokens_are_of_the_raw_logits(models: Path) -> None:
     engine = load_cpu_engine(source, num_blocks=4, num_threads=1)
     request = SampleRequest(params=SamplingParams(temperature=0.7, top_k=3, seed=5), num_logprobs=4,
                             forbidden_token_ids=(1, 2))  # fmt: skip
-    chunk = SequenceChunk(token_ids=prompt, start_position=0, block_table=[2, 0], sample=request)
+    chunk = SequenceChunk(token_ids=prompt, start_position=0, block_table=[2, 0], samples=(request,))
     batch = build_batch([chunk], 16)
     raw = engine.forward_logits(batch)[0].astype(np.float64)
     output = engine.forward(batch)
@@ -377,13 +377,44 @@ def test_logprobs_of_drawn_tokens_are_of_the_raw_logits(models: Path) -> None:
     assert output.logprobs.top_ids[0].tolist() == np.argsort(-logprobs, kind="stable")[:4].tolist()
 
 
+def test_several_tokens_drawn_after_one_row_are_those_of_rows_of_their_own(models: Path) -> None:
+    source = source_of(models, "head_dim 32, tied")
+    prompts = prompts_for(source, [20, 37])
+    engine = load_cpu_engine(source, num_blocks=6, num_threads=2)
+    requests = tuple(
+        SampleRequest(params=SamplingParams(temperature=t, seed=seed), num_logprobs=n, forbidden_token_ids=ids)
+        for t, seed, n, ids in ((1.0, 1, None, ()), (1.0, 2, 3, (4, 5)), (0.0, 3, 1, ()), (0.8, 4, None, ()))
+    )
+    tables = ([0, 1], [2, 3, 4])
+    together = engine.forward(
+        build_batch(
+            [
+                SequenceChunk(token_ids=p, start_position=0, block_table=t, samples=requests)
+                for p, t in zip(prompts, tables, strict=True)
+            ],
+            16,
+        )
+    )
+    alone = [
+        engine.forward(
+            build_batch([SequenceChunk(token_ids=p, start_position=0, block_table=t, samples=(request,))], 16)
+        )
+        for p, t in zip(prompts, tables, strict=True)
+        for request in requests
+    ]
+    assert together.token_ids.tolist() == [output.token_ids.tolist()[0] for output in alone]
+    assert together.logprobs is not None
+    expected = [output.logprobs.logprobs[0] for output in alone if output.logprobs is not None]
+    np.testing.assert_array_equal(together.logprobs.logprobs, expected)
+
+
 def test_forbidden_tokens_are_never_drawn(models: Path) -> None:
     """The best ones are forbidden, for a greedy row and for one that looks at every token."""
     source = source_of(models, "head_dim 32, tied")
     prompt = prompts_for(source, [20])[0]
     engine = load_cpu_engine(source, num_blocks=4, num_threads=1)
     plain = SequenceChunk(
-        token_ids=prompt, start_position=0, block_table=[0, 1], sample=SampleRequest(params=SamplingParams())
+        token_ids=prompt, start_position=0, block_table=[0, 1], samples=(SampleRequest(params=SamplingParams()),)
     )
     order = np.argsort(-engine.forward_logits(build_batch([plain], 16))[0]).tolist()
     for params, allowed in (
@@ -391,7 +422,7 @@ def test_forbidden_tokens_are_never_drawn(models: Path) -> None:
         (SamplingParams(temperature=1e-3, top_p=0.9999999, min_p=1e-30), order[3]),
     ):
         request = SampleRequest(params=params, forbidden_token_ids=tuple(order[:3]))
-        chunk = SequenceChunk(token_ids=prompt, start_position=0, block_table=[0, 1], sample=request)
+        chunk = SequenceChunk(token_ids=prompt, start_position=0, block_table=[0, 1], samples=(request,))
         assert engine.forward(build_batch([chunk], 16)).token_ids.tolist() == [allowed]
 
 
@@ -441,7 +472,7 @@ sampling = [SamplingParams(temperature=0.0), SamplingParams(temperature=1.0), Sa
 generate(engine, [[1, 2, 3], [4], [5] * 40], 4, sampling=sampling, budget_tokens=16)
 request = SampleRequest(params=sampling[2], num_logprobs=3, forbidden_token_ids=(1, 2))
 score = ScoreRequest(target_ids=[7, 8], num_top=2)
-chunk = SequenceChunk(token_ids=[6, 7, 8], start_position=0, block_table=[0], sample=request, score=score)
+chunk = SequenceChunk(token_ids=[6, 7, 8], start_position=0, block_table=[0], samples=(request,), score=score)
 batch = build_batch([chunk], 16)
 engine.forward(batch)
 engine.forward_logits(batch)

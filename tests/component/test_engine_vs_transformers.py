@@ -136,13 +136,13 @@ def test_damaged_kv_changes_the_tokens(rig: Rig) -> None:
     table = range(4)
     for prompt, expected in zip(some.prompts, some.expected, strict=True):
         engine = load_engine(rig.source, num_blocks=4)
-        chunk = SequenceChunk(token_ids=prompt, start_position=0, block_table=table, sample=greedy)
+        chunk = SequenceChunk(token_ids=prompt, start_position=0, block_table=table, samples=(greedy,))
         ids = engine.forward(build_batch([chunk], 16)).token_ids.tolist()
         assert ids[0] == expected[0]
         engine.store.write([0], 2, 3, memoryview(bytes(engine.layout.layer_nbytes)))
         while len(ids) < NUM_NEW_TOKENS:
             start = len(prompt) + len(ids) - 1
-            chunk = SequenceChunk(token_ids=ids[-1:], start_position=start, block_table=table, sample=greedy)
+            chunk = SequenceChunk(token_ids=ids[-1:], start_position=start, block_table=table, samples=(greedy,))
             ids += engine.forward(build_batch([chunk], 16)).token_ids.tolist()
         assert tuple(ids) != expected
 
@@ -178,7 +178,7 @@ def test_logits_are_those_of_transformers(rig: Rig) -> None:
     some = rig.of_lengths((1, 17, 256))
     request = SampleRequest(params=SamplingParams())
     chunks = [
-        SequenceChunk(token_ids=p, start_position=0, block_table=range(20 * i, 20 * i + 20), sample=request)
+        SequenceChunk(token_ids=p, start_position=0, block_table=range(20 * i, 20 * i + 20), samples=(request,))
         for i, p in enumerate(some.prompts)
     ]
     logits = rig.engine().forward_logits(build_batch(chunks, 16))

@@ -63,7 +63,7 @@ async def test_every_block_arrives_as_it_was(transport: str) -> None:
         for frontier in (5, 16, 33, 70):
             handoff.advance(frontier)
         result = await handoff.commit(123)
-        assert d.admission.committed == {handoff.id: 123}
+        assert d.admission.committed == {handoff.id: (123,)}
         assert d.store.content(d.admission.held[handoff.id]) == p.store.content(blocks)
         assert (result.transport, result.kv_bytes) == (transport, 5 * LAYOUT.block_nbytes)
         assert 0 <= result.transfer_s < 5 and 0 <= result.commit_s < 5
@@ -180,7 +180,7 @@ async def test_tokens_that_become_final_before_the_hand_off_has_begun_are_sent()
         job = p.begin(d.target, range(2)).job
         handoffs.reserve(job, d.target, range(2))
         handoffs.advance(HandoffId(job.request_id, job.attempt), 32)
-        handoffs.commit(HandoffId(job.request_id, job.attempt), 7)
+        handoffs.commit(HandoffId(job.request_id, job.attempt), (7,))
         await eventually(lambda: len(heard.events) == 2, "it has ended")
         assert heard.events == ["reserved", "committed"]
         assert d.receiver.stats.bytes_received == 2 * LAYOUT.block_nbytes

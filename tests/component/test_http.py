@@ -158,13 +158,13 @@ async def test_choices_are_drawn_with_consecutive_seeds_and_the_prompt_counts_on
         assert [choice["index"] for choice in answer["choices"]] == [0, 1, 2]
         assert answer["usage"]["prompt_tokens"] == 3
         assert answer["usage"]["completion_tokens"] == 9
-        jobs = {job.request_id: job for job in rig.fleet.prefill["p0"].jobs}
-        assert {name: job.sampling.seed for name, job in jobs.items()} == {
-            "many:0": 2**64 - 2,
-            "many:1": 2**64 - 1,
-            "many:2": 0,
+        branches = [branch for job in rig.fleet.prefill["p0"].jobs for branch in job.branches]
+        assert {branch.request_id: branch.sampling.seed for branch in branches} == {
+            "many-0": 2**64 - 2,
+            "many-1": 2**64 - 1,
+            "many-2": 0,
         }
-        await rig.wait_state("many:1", "FINISHED")
+        await rig.wait_state("many-1", "FINISHED")
 
 
 async def test_streamed_choices_are_told_apart_by_their_index(rigs: RouterRigs) -> None:
@@ -180,6 +180,21 @@ async def test_streamed_choices_are_told_apart_by_their_index(rigs: RouterRigs) 
             ends[choice["index"]] += choice["finish_reason"] is not None
         assert ids == {i: generate(PROMPT if i < 2 else (9, 8), 12, NEXT_TOKEN) for i in range(4)}
         assert set(ends.values()) == {1}
+
+
+async def test_any_router_knows_a_batch_by_its_name_after_its_end(rigs: RouterRigs) -> None:
+    async with rigs.start() as rig, rigs.router() as (_, other), http_client(rig.router.http_address) as client:
+        body = {"prompt": [list(PROMPT), [9, 8]], "max_tokens": 4, "n": 2, "request_id": "batch"}
+        assert (await client.post("/v1/completions", json=body)).status_code == 200
+
+        async def written() -> bool:
+            return await other.state_of("batch") == "FINISHED"
+
+        await eventually(written, "the records say so")
+        info = await other.info_of("batch")
+        assert info is not None
+        assert (info.prompt_tokens, info.completion_tokens) == (len(PROMPT) + 2, 4 * 4)
+        assert (info.router_id, info.request_id) == (rig.router.router_id, "batch")
 
 
 async def test_echo_returns_the_prompt_and_may_generate_nothing(rigs: RouterRigs) -> None:
@@ -313,12 +328,11 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
         ("chat/completions", {"messages": [{"role": "user", "content": " "}]}, "messages[0].content"),
         ("chat/completions", {"messages": [{"role": "user", "content": "\ud800"}]}, "messages[0].content"),
         ("chat/completions", {"messages": [*CHAT, {"role": "assistant", "content": "", "tool_calls": [{}]}]},
-         "messages[1].tool_calls"),
-        ("chat/completions", {"messages": CHAT, "tools": [{"type": "function"}]}, "tools"),
+         "messages[1].tool_calls[0].function"),
+        ("chat/completions", {"messages": CHAT, "tools": [{"type": "function"}]}, "tools[0].function"),
         ("chat/completions", {"messages": CHAT, "tool_choice": "required"}, "tool_choice"),
-        ("chat/completions", {"messages": CHAT, "response_format": {"type": "json_object"}}, "response_format"),
-        ("chat/completions", {"messages": CHAT, "cache_salt": "x"}, "cache_salt"),
-        ("chat/completions", {"messages": CHAT, "priority": 1}, "priority"),
+        ("chat/completions", {"messages": CHAT, "cache_salt": "x" * 129}, "cache_salt"),
+        ("chat/completions", {"messages": CHAT, "priority": 101}, "priority"),
         ("chat/completions", {"messages": CHAT, "top_logprobs": 2}, "top_logprobs"),
         ("chat/completions", {"messages": CHAT, "logprobs": True, "top_logprobs": 21}, "top_logprobs"),
         ("chat/completions", {"messages": CHAT, "max_completion_tokens": 2**20}, "max_completion_tokens"),
@@ -400,14 +414,16 @@ async def test_errors_have_openais_shape_and_a_status_by_kind(rigs: RouterRigs) 
         assert (too_long.value.code, too_long.value.param) == ("context_length_exceeded", "prompt")
         await client.completions.create(model=MODEL, prompt="x", max_tokens=1, extra_body={"request_id": "taken"})
         with pytest.raises(openai.ConflictError) as conflict:
-            await client.completions.create(model=MODEL, prompt="x", max_tokens=1, extra_body={"request_id": "taken"})
+            await client.completions.create(model=MODEL, prompt="y", max_tokens=1, extra_body={"request_id": "taken"})
         assert conflict.value.code == "already_exists"
         rig.fleet.decode["d0"].before_step.hold()
         stream = await client.completions.create(model=MODEL, prompt=list(PROMPT), stream=True)
-        with pytest.raises(openai.RateLimitError) as overloaded:
+        with pytest.raises(openai.InternalServerError) as full:
             await client.completions.create(model=MODEL, prompt="x")
-        assert overloaded.value.response.headers["retry-after"] == "1"
-        assert overloaded.value.code == "overloaded"
+        assert full.value.status_code == 503
+        assert full.value.response.headers["retry-after"] == "1"
+        assert full.value.code == "no_capacity"
+        assert full.value.response.json()["error"]["reason"] == "router_full"
         await stream.close()
         rig.fleet.decode["d0"].before_step.release()
         await rig.wait_quiet()
@@ -490,7 +506,7 @@ async def test_requests_can_be_looked_at_and_cancelled_by_their_id(rigs: RouterR
             assert (await method("/v1/requests/never")).status_code == 404
             assert (await method("/v1/requests/n%20o")).status_code == 400
         several = asyncio.create_task(client.post("/v1/completions", json=body | {"n": 2, "request_id": "both"}))
-        await rig.wait_state("both:1", "DECODING")
+        await rig.wait_state("both-1", "DECODING")
         assert (await client.delete("/v1/requests/both")).json()["cancelled"] is True
         assert (await several).status_code == 499
 

@@ -59,8 +59,8 @@ def test_reported_layers_are_final_and_watching_changes_no_bit(
     first = build_batch([SequenceChunk(token_ids=prompts[1][:40], start_position=0, block_table=range(8, 16))], 16)
     second = build_batch(
         [
-            SequenceChunk(token_ids=prompts[0], start_position=0, block_table=range(8), sample=greedy),
-            SequenceChunk(token_ids=prompts[1][40:], start_position=40, block_table=range(8, 16), sample=greedy),
+            SequenceChunk(token_ids=prompts[0], start_position=0, block_table=range(8), samples=(greedy,)),
+            SequenceChunk(token_ids=prompts[1][40:], start_position=40, block_table=range(8, 16), samples=(greedy,)),
         ],
         16,
     )

@@ -11,8 +11,8 @@ import pytest
 from decode_worker.service import DecodeService
 from kv_transfer.messages import PrefixRequest
 from kv_transfer.prefix_client import PrefixClient
+from pdserve.block_hash import BlockHasher
 from pdserve.config import Config
-from pdserve.engine.block_hash import BlockHasher
 from pdserve.errors import IncompatibleWorkersError, PdServeError, UnavailableError
 from pdserve.rpc.v1 import worker_pb2 as pb
 from pdserve.testing.cluster import test_config
@@ -40,10 +40,11 @@ def holder(worker: PrefillService | DecodeService, num_tokens: int) -> PrefixHol
 
 
 async def ask(
-    r: Rig, prompt: Tokens, max_new: int = 8, *, on: int = 0, holders: tuple[PrefixHolder, ...] = ()
+    r: Rig, prompt: Tokens, max_new: int = 8, *, on: int = 0, holders: tuple[PrefixHolder, ...] = (), salt: str = ""
 ) -> pb.FirstToken:
     """Run one request on prefill worker number `on`. Its output must be exact."""
-    key = await r.router.submit(r.job(prompt, max_new), r.targets, session=r.router.sessions[on], holders=holders)
+    job = r.job(prompt, max_new, cache_salt=salt)
+    key = await r.router.submit(job, r.targets, session=r.router.sessions[on], holders=holders)
     return await result(r, key, prompt, max_new)
 
 
@@ -85,6 +86,16 @@ async def test_prefix_that_another_prefill_worker_has_computed_is_fetched_from_i
         first_token = await ask(r, (*prompt, 1, 2, 3), on=1, holders=(holder(p1, 64),))
         assert (first_token.cached_tokens, first_token.fetched_tokens) == (96, 96)
         assert p2.stats().prefill_tokens_total == 7 and p1.stats().served_fetches_total == 1
+
+
+async def test_salted_prefix_is_fetched_for_equal_salt_alone(config: Config) -> None:
+    async with rig(config, prefill=2) as r:
+        for number, worker in enumerate((r.cluster.decode[0], r.cluster.prefill[0])):
+            prompt = prompt_of(100, salt=number)
+            await ask(r, prompt, salt="x")
+            for salt, num_tokens in (("", 0), ("y", 0), ("x", 96)):
+                first_token = await ask(r, (*prompt, 1), on=1, holders=(holder(worker, 96),), salt=salt)
+                assert (first_token.cached_tokens, first_token.fetched_tokens) == (num_tokens, num_tokens)
 
 
 async def test_only_what_is_missing_is_moved(config: Config) -> None:

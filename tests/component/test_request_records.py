@@ -93,6 +93,18 @@ async def test_an_id_is_taken_while_the_request_runs_and_while_it_is_kept(record
     assert (found.owner, found.state) == ("router-1", S.FINISHED)
 
 
+async def test_the_id_of_a_request_that_no_worker_had_is_free_when_it_has_failed(records: RequestRecords) -> None:
+    assert await records.create(make_record())
+    assert isinstance(await records.transition(update(S.FAILED, error_code="no_capacity")), Applied)
+    assert await records.create(make_record(owner="router-2"))
+    found = await records.get("r")
+    assert found is not None
+    assert (found.owner, found.state, found.error_code) == ("router-2", S.QUEUED, "")
+    had = RecordUpdate(request_id="r", owner="router-2", attempt=1, state=S.FAILED, prefill_worker="p")
+    assert isinstance(await records.transition(had), Applied)
+    assert not await records.create(make_record())
+
+
 async def test_a_repeated_creation_counts_as_the_same_one(records: RequestRecords) -> None:
     """The answer to the first was lost."""
     assert await records.create(make_record(), op="x")
@@ -478,3 +490,58 @@ def test_whatever_happens_the_record_ends_as_the_router_saw_it(redis_url: str, s
         assert await store.keys_without_ttl() == []
 
     asyncio.run(scenario())
+
+
+async def test_an_id_that_nobody_else_can_have_is_claimed_without_waiting_for_redis(own_redis: EmbeddedRedis) -> None:
+    store = await Store.connect(own_redis.url, "c", timeout_s=5.0)
+    records = RequestRecords(store, retention_s=60.0)
+    async with running(RequestJournal(records, owner="router-1")) as journal:
+        os.kill(own_redis.pid, signal.SIGSTOP)
+        try:
+            async with asyncio.timeout(1.0):
+                await journal.admit("r", model="tiny", num_prompt_tokens=3, unique=True)
+        finally:
+            os.kill(own_redis.pid, signal.SIGCONT)
+        await eventually(lambda: journal.num_pending == 0, "the record was written")
+        found = await records.get("r")
+        assert found is not None
+        assert (found.state, found.owner, found.num_prompt_tokens) == (S.QUEUED, "router-1", 3)
+    await store.aclose()
+
+
+async def test_a_request_that_ends_in_a_moment_is_written_once(records: RequestRecords, raw: Redis) -> None:
+    async def scripts_run() -> int:
+        stats = await raw.info("commandstats")
+        return int(stats.get("cmdstat_evalsha", {"calls": 0})["calls"])
+
+    async with running(RequestJournal(records, owner="router-1")) as journal:
+        await journal.admit("loads-the-scripts", model="tiny", num_prompt_tokens=1, unique=True)
+        journal.transition("loads-the-scripts", S.DECODING, attempt=1)
+        assert await journal.flush(5.0) == 0
+        before = await scripts_run()
+        for i in range(20):
+            await journal.admit(f"r{i}", model="tiny", num_prompt_tokens=1, unique=True)
+            for state in (S.PREFILLING, S.TRANSFERRING, S.DECODING):
+                journal.transition(f"r{i}", state, attempt=1, prefill_worker="p", decode_worker="d")
+            journal.tokens(f"r{i}", [i, i + 1])
+            journal.transition(f"r{i}", S.FINISHED, attempt=1)
+        assert await journal.flush(5.0) == 0
+        assert await scripts_run() - before == 20
+        for i in range(20):
+            found = await records.get(f"r{i}")
+            assert found is not None
+            assert (found.state, found.output_token_ids) == (S.FINISHED, (i, i + 1))
+
+
+async def test_scripts_that_the_server_has_forgotten_are_loaded_again(records: RequestRecords, raw: Redis) -> None:
+    async with running(RequestJournal(records, owner="router-1")) as journal:
+        for i in range(3):
+            await raw.script_flush()
+            await journal.admit(f"r{i}", model="tiny", num_prompt_tokens=1, unique=True)
+            assert await journal.flush(5.0) == 0
+            await raw.script_flush()
+            journal.transition(f"r{i}", S.FINISHED, attempt=1)
+            assert await journal.flush(5.0) == 0
+            found = await records.get(f"r{i}")
+            assert found is not None and found.state is S.FINISHED
+        assert not journal.degraded

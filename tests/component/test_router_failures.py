@@ -21,6 +21,7 @@ from pdserve.store.embedded import EmbeddedRedis
 from pdserve.store.membership import MembershipChange
 from pdserve.store.worker_codec import WorkerRecord
 from pdserve.testing.fake_worker_base import PausePoint
+from pdserve.testing.fake_workers import FakeDecodeWorker
 from pdserve.testing.router_rig import PROMPT, RouterRig, RouterRigs, ask, expected, make_model
 from pdserve.testing.waiting import eventually
 from pdserve.types import Role, WorkerStats
@@ -441,6 +442,52 @@ async def test_without_a_usable_pair_requests_wait_and_are_then_refused(rigs: Ro
         assert (await running).token_ids == expected(8)
 
 
+async def test_refusals_of_draining_workers_use_up_no_attempt(rigs: RouterRigs) -> None:
+    """O-OPS-3: four of five workers drain and have not said so yet, and a request has one attempt."""
+    async with rigs.start(prefill=5, max_attempts=1) as rig:
+        draining = {name: worker for name, worker in rig.fleet.prefill.items() if name != "p3"}
+        for name, worker in draining.items():
+            # The state in their heartbeats is an older one.
+            worker.fail_with = worker_pb2.JobFailed(code="draining", message="draining", retryable=True, blame=name)
+        for number in range(8):
+            answer = await rig.client.generate(ask(5, request_id=f"r{number}"))
+            assert answer.token_ids == expected(5)
+            assert answer.last.placement.prefill_worker == "p3"
+
+
+async def test_a_stream_that_is_given_back_goes_on_elsewhere_although_it_has_no_attempt_left(rigs: RouterRigs) -> None:
+    """O-OPS-3: given back in words, then again by the end of a session of a worker that had said it drains."""
+    async with rigs.start(decode=3, max_attempts=1) as rig:
+        for worker in rig.fleet.decode.values():
+            worker.before_step.let_pass(2)
+        running = asyncio.create_task(rig.client.generate(ask(12, request_id="x")))
+
+        def holder() -> FakeDecodeWorker | None:
+            return next((w for w in rig.fleet.decode.values() if w.num_jobs and w.before_step.num_waiting), None)
+
+        await eventually(lambda: holder() is not None, "it decodes")
+        first = holder()
+        assert first is not None
+        first.stats = dataclasses.replace(first.stats, draining=True)
+        first.fail_with = worker_pb2.JobFailed(
+            code="draining", message="time is up", retryable=True, blame=first.info.worker_id
+        )
+        first.before_step.release()
+        await eventually(lambda: holder() not in (None, first), "it decodes elsewhere")
+        second = holder()
+        assert second is not None
+        second.stats = dataclasses.replace(second.stats, draining=True)
+        await rig.wait_ready(2)
+        await rig.fleet.deregister(second.info.worker_id)
+        await second.kill()
+        for worker in rig.fleet.decode.values():
+            worker.before_step.release()
+        answer = await running
+        assert answer.token_ids == expected(12)
+        assert answer.last.placement.attempts == 3
+        assert answer.last.placement.decode_worker not in (first.info.worker_id, second.info.worker_id)
+
+
 async def test_draining_workers_get_no_new_requests_and_finish_the_old_ones(rigs: RouterRigs) -> None:
     """O-OPS-3."""
     async with rigs.start(decode=2) as rig:
@@ -563,7 +610,7 @@ async def test_more_requests_than_allowed_are_refused(rigs: RouterRigs) -> None:
         for i in range(2):
             await rig.wait_state(f"r{i}", "QUEUED")
         error = await rig.client.error(ask(3))
-        assert error.code == "overloaded"
+        assert (error.code, error.details["reason"]) == ("no_capacity", "router_full")
         assert error.retry_after_s is not None
         rig.fleet.prefill["p0"].before_start.release()
         for answer in await asyncio.gather(*running):

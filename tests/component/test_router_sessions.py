@@ -14,11 +14,13 @@ from typing import Any
 import grpc
 
 from pdserve.config.schema import HealthSection
+from pdserve.errors import InvalidRequestError
 from pdserve.rpc.codec import stats_to_proto, worker_info_to_proto
 from pdserve.rpc.options import SERVER_OPTIONS
 from pdserve.rpc.v1 import worker_pb2 as pb
 from pdserve.rpc.v1 import worker_pb2_grpc as pb_grpc
-from pdserve.testing.fake_worker_base import fake_info
+from pdserve.testing.fake_worker_base import fake_info, hashed_token
+from pdserve.testing.fake_workers import FakeDecodeWorker
 from pdserve.testing.waiting import eventually
 from pdserve.types import Role, WorkerStats
 from pdserve.worker_info import WorkerInfo
@@ -67,6 +69,32 @@ class _Listener:
 
     def on_unreachable(self, reason: str) -> None:
         raise AssertionError(reason)
+
+
+class _Cancelling(_Listener):
+    """Makes an error of the session and its cancellation come together: a worker is lost while its router stops."""
+
+    def on_message(self, message: WorkerMessage) -> None:
+        self.running.cancel()
+        raise InvalidRequestError("this makes no sense")
+
+    running: asyncio.Task[None]
+
+
+async def test_a_session_that_is_cancelled_while_it_breaks_ends() -> None:
+    worker = FakeDecodeWorker(fake_info("d0", Role.DECODE, model="m", model_fingerprint="f"), hashed_token(1, 9), 0.01)
+    info = await worker.start()
+    listener = _Cancelling()
+    health = HealthSection(heartbeat_s=0.001, peer_timeout_s=60.0)
+    session = open_session(info, router_id="r", health=health, listener=listener)
+    listener.running = asyncio.create_task(session.run(lambda: True))
+    try:
+        done, _ = await asyncio.wait((listener.running,), timeout=10)
+        assert done and listener.running.cancelled()
+        assert worker.num_sessions == 1
+    finally:
+        listener.running.cancel()
+        await worker.kill()
 
 
 async def test_commands_of_many_tasks_arrive_once_and_in_order() -> None:

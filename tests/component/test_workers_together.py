@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 import time
 
+import grpc
 import pytest
 
 from pdserve.config import Config
-from pdserve.rpc.v1 import common_pb2
+from pdserve.rpc.v1 import common_pb2, worker_pb2_grpc
 from pdserve.rpc.v1 import worker_pb2 as pb
 from pdserve.testing.cluster import InProcessCluster, test_config
 from pdserve.testing.fake_engine import FakeEngines, expected
@@ -489,7 +491,7 @@ async def test_draining_prefill_worker_waits_until_its_kv_has_been_taken(config:
         refused = await r.submit(prompt_of(5))
         await r.router.finished(refused)
         failure = r.router.failure(refused)
-        assert failure is not None and failure.code == "unavailable" and failure.blame == worker.host.worker_id
+        assert failure is not None and failure.code == "draining" and failure.blame == worker.host.worker_id
         assert not drain.done()
         r.prefill[0].resume()
         await r.router.finished(key)
@@ -511,11 +513,35 @@ async def test_prompt_whose_only_decode_worker_drains_is_given_back_to_the_route
         refused = await r.submit(prompt_of(31))
         await r.router.finished(refused)
         failure = r.router.failure(refused)
-        assert failure is not None and failure.code == "unavailable" and failure.retryable
+        assert failure is not None and failure.code == "draining" and failure.retryable
         assert failure.blame == worker.host.worker_id
         r.decode[0].resume()
         await r.router.finished(running)
         await drain
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+async def test_worker_that_ends_before_its_requests_gives_them_back(config: Config, role: str) -> None:
+    """O-OPS-3: told in words before the session ends, so that routers need not guess what the end means."""
+    async with rig(config) as r:
+        (engine,), worker = (r.prefill, r.cluster.prefill[0]) if role == "prefill" else (r.decode, r.cluster.decode[0])
+        engine.pause()
+        key = await r.submit(prompt_of(30), 30)
+        await engine.paused()
+        client = worker_pb2_grpc.PrefillWorkerStub if role == "prefill" else worker_pb2_grpc.DecodeWorkerStub
+        async with grpc.aio.insecure_channel(worker.host.info.address) as channel:
+            assert (await client(channel).Drain(pb.DrainRequest(timeout_s=0.05))).num_remaining == 1
+        assert r.router.failure(key) is None, "without `stop` it goes on"
+        stopping = asyncio.create_task(worker.stop())
+        if role == "prefill":
+            await eventually(lambda: not worker.stats().num_running, "it is over but for the step")
+        engine.resume()
+        await stopping
+        r.cluster.forget(worker)
+        failure = r.router.failure(key)
+        assert failure is not None and failure.code == "draining" and failure.retryable
+        assert failure.blame == worker.host.worker_id
+        assert r.router.output(key) == expected(prompt_of(30), 30)[: len(r.router.output(key))]
 
 
 async def test_draining_decode_worker_finishes_its_streams_and_takes_no_new_one(config: Config) -> None:

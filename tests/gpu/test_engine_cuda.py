@@ -70,15 +70,17 @@ def test_draws_equal_those_of_the_cpu() -> None:
             token_ids=[0],
             start_position=int(rng.integers(0, 5000)),
             block_table=[0],
-            sample=SampleRequest(
-                params=SamplingParams(
-                    temperature=float(rng.choice([0.0, 0.3, 1.0])),
-                    top_k=int(rng.choice([0, 40, 500])),
-                    top_p=float(rng.choice([1.0, 0.9])),
-                    seed=int(rng.integers(0, 2**64, dtype=np.uint64)),
+            samples=(
+                SampleRequest(
+                    params=SamplingParams(
+                        temperature=float(rng.choice([0.0, 0.3, 1.0])),
+                        top_k=int(rng.choice([0, 40, 500])),
+                        top_p=float(rng.choice([1.0, 0.9])),
+                        seed=int(rng.integers(0, 2**64, dtype=np.uint64)),
+                    ),
+                    forbidden_token_ids=(3, 5),
+                    edits=edits.row() if i % 2 else None,
                 ),
-                forbidden_token_ids=(3, 5),
-                edits=edits.row() if i % 2 else None,
             ),
         )
         for i in range(64)
@@ -93,7 +95,7 @@ def test_logprobs_equal_those_of_the_cpu(source: ModelSource) -> None:
         token_ids=prompt,
         start_position=0,
         block_table=range(16),
-        sample=SampleRequest(params=SamplingParams(temperature=0.0), num_logprobs=20),
+        samples=(SampleRequest(params=SamplingParams(temperature=0.0), num_logprobs=20),),
         score=ScoreRequest(target_ids=prompt[1:], num_top=5),
     )
     on_gpu, on_cpu = (
@@ -115,7 +117,7 @@ def decode_batch(sampling: SamplingParams, rows: int = 8) -> list[SequenceChunk]
             token_ids=[3],
             start_position=20 + i,
             block_table=[4 * i, 4 * i + 1, 4 * i + 2],
-            sample=SampleRequest(params=sampling),
+            samples=(SampleRequest(params=sampling),),
         )
         for i in range(rows)
     ]
@@ -137,7 +139,7 @@ def test_biases_norms_and_scaled_positions_compute_alike_and_never_wait(
     assert num_waits(source, decode_batch(SamplingParams(temperature=0.0))) == 1
     (prompt,) = random_prompts(source, [200])
     request = SampleRequest(params=SamplingParams(temperature=0.0))
-    chunk = SequenceChunk(token_ids=prompt, start_position=0, block_table=range(16), sample=request)
+    chunk = SequenceChunk(token_ids=prompt, start_position=0, block_table=range(16), samples=(request,))
     on_gpu, on_cpu = (
         load_engine(source, device=device, num_blocks=16).forward_logits(build_batch([chunk], 16))
         for device in ("cuda", "cpu")
@@ -169,7 +171,9 @@ def prefilled(source: ModelSource, prompt: list[int], dtype: str) -> Engine:
 def test_reported_layers_are_read_as_they_are_in_the_end(source: ModelSource) -> None:
     (prompt,) = random_prompts(source, [200])
     request = SampleRequest(params=SamplingParams(temperature=0.0))
-    batch = build_batch([SequenceChunk(token_ids=prompt, start_position=0, block_table=range(16), sample=request)], 16)
+    batch = build_batch(
+        [SequenceChunk(token_ids=prompt, start_position=0, block_table=range(16), samples=(request,))], 16
+    )
     engine, plain = (load_engine(source, device="cuda", num_blocks=16) for _ in range(2))
 
     def kv_of(engine: Engine, layers: int) -> bytes:
@@ -194,7 +198,7 @@ def test_kv_moved_through_host_memory_decodes_alike(source: ModelSource, dtype: 
     logits = [
         engine.forward_logits(
             build_batch(
-                [SequenceChunk(token_ids=prompt[-1:], start_position=199, block_table=table, sample=request)], 16
+                [SequenceChunk(token_ids=prompt[-1:], start_position=199, block_table=table, samples=(request,))], 16
             )
         )
         for engine, table in ((first, blocks), (second, [15 - b for b in blocks]))

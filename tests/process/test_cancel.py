@@ -86,7 +86,7 @@ async def end_at(client: AsyncClient, request_id: str, moment: str, drop: bool, 
         reading = asyncio.ensure_future(stream.result())
         state = await reach(client, request_id, moment)
         if drop:
-            stream.close()
+            await stream.close()
         else:
             assert await client.cancel(request_id)
             assert not await client.cancel(request_id) or await state_of(client, request_id) in TERMINAL
@@ -167,13 +167,13 @@ async def test_requests_that_leave_the_queue_are_never_computed(one_pair: Proces
         for i in range(10):
             assert await reach(client, f"waits-{i}", "QUEUED") == "QUEUED"
         for stream in waiting:
-            stream.close()
+            await stream.close()
         states = await asyncio.to_thread(one_pair.wait_terminal, [f"waits-{i}" for i in range(10)])
         assert set(states.values()) == {"CANCELLED"}
         (decode,) = one_pair.stats_of(Role.DECODE)
         assert decode.num_running == len(running), "nobody has made room meanwhile"
         for stream in running:
-            stream.close()
+            await stream.close()
     await asyncio.to_thread(one_pair.assert_quiet)
     (after,) = one_pair.stats_of(Role.PREFILL)
     assert after.prefill_tokens_total == before.prefill_tokens_total

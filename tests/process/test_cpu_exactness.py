@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 
@@ -80,3 +81,36 @@ async def test_tokens_are_those_of_the_engine_alone(
     assert [result.token_ids for result in results] == expected
     assert {result.placement.attempts for result in results} == {1}
     assert [s.prefill_tokens_total for s in cluster.stats_of(Role.DECODE)] == [0, 0]
+
+
+async def test_outputs_of_one_prompt_are_those_of_the_engine_alone_with_their_seeds(
+    cluster: ProcessCluster, source: ModelSource, prompts: list[list[int]]
+) -> None:
+    num_outputs, some = 5, [prompts[1], prompts[-1][:150]]
+    engine = load_cpu_engine(source, num_blocks=256, num_threads=2)
+    seeds = [(SEEDED.seed + i) % 2**64 for i in range(num_outputs)]
+    expected = [
+        [
+            generate(engine, [prompt], NUM_NEW_TOKENS, budget_tokens=1024, sampling=[replace(SEEDED, seed=seed)])[0]
+            for seed in seeds
+        ]
+        for prompt in some
+    ]
+    async with AsyncClient(cluster.address, timeout_s=CALL_TIMEOUT_S) as client, asyncio.TaskGroup() as group:
+        tasks = [
+            group.create_task(
+                client.generate(
+                    token_ids=prompt,
+                    n=num_outputs,
+                    max_tokens=NUM_NEW_TOKENS,
+                    ignore_eos=True,
+                    temperature=SEEDED.temperature,
+                    top_p=SEEDED.top_p,
+                    seed=SEEDED.seed,
+                )
+            )
+            for prompt in some
+        ]
+    results = [task.result() for task in tasks]
+    assert [[output.token_ids for output in result.outputs] for result in results] == expected
+    assert {output.placement.attempts for result in results for output in result.outputs} == {1}

@@ -79,7 +79,7 @@ def test_without_the_matching_worker_requests_are_refused(cluster: ProcessCluste
     assert cluster.client.models()[0].ready
     cluster.kill_worker("decode-0")
     for _ in range(3):
-        with pytest.raises(UnavailableError, match="no usable pair"):
+        with pytest.raises(UnavailableError, match="no usable workers"):
             generate()
     assert not cluster.client.models()[0].ready
     assert all(s.generated_tokens_total == 0 for s in cluster.stats_of(Role.DECODE))

@@ -282,7 +282,7 @@ def test_a_cluster_in_python_starts_stops_and_holds_nothing(config: Config, monk
         descendants = [p for p in psutil.Process().children(recursive=True) if p not in others]
         with Client(cluster.address, timeout_s=30) as client:
             result = client.generate("Once upon a time", max_tokens=8, temperature=0, ignore_eos=True)
-            assert result.placement.decode_local_prefill_tokens == 0
+            assert result.usage.completion_tokens == 8
             assert sum(result.timings.phases_ms.values()) == pytest.approx(result.timings.e2e_ms, abs=0.01)
             assert blocks_in_use(client, num_generated_tokens=8, timeout_s=10) == 0
         assert cluster.stop_processes() == []

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from pdserve.client import AsyncClient, Generation
+from pdserve.testing.both_apis import Ask, BothApis
 from pdserve.testing.process_cluster import CALL_TIMEOUT_S, ProcessCluster
 from pdserve.testing.tiny_models import ScriptModel
 
@@ -28,7 +29,7 @@ NUM_SEEDED_TOKENS = 24
     ],
     ids=["default", "ignore_eos", "stop_token_ids", "both"],
 )
-def test_several_eos_ids(
+async def test_several_eos_ids(
     script_b: ProcessCluster,
     script_b_model: ScriptModel,
     options: dict[str, Any],
@@ -40,13 +41,15 @@ def test_several_eos_ids(
     start, *script = script_b_model.output_ids[7:14]
     ids = dict(zip(("a", "b", "e2", "c", "d", "e1"), script, strict=True))
     stop_ids = [ids[name] for name in options.get("stop_token_ids", ())]
-    result = script_b.client.generate(
-        token_ids=[start], temperature=0.0, max_tokens=6, **{**options, "stop_token_ids": stop_ids}
-    )
+    common = {"temperature": 0.0, "max_tokens": 6, **options, "stop_token_ids": stop_ids}
+    async with BothApis.of(script_b) as apis:
+        answer = await apis.ask(Ask(token_ids=[start], common=common))
+    result = answer.only
     assert result.token_ids == tuple(script[:num_tokens])
-    assert result.usage.completion_tokens == num_tokens
+    assert answer.completion_tokens == num_tokens
     assert result.finish_reason == reason
-    assert result.matched_stop == (script[num_tokens - 1] if reason == "stop" else None)
+    matched = script_b.client.generate(token_ids=[start], **common).matched_stop
+    assert matched == (script[num_tokens - 1] if reason == "stop" else None)
     ending = 1 if reason == "stop" else 0
     shown = script_b.client.detokenize(script[: num_tokens - ending], skip_special_tokens="<" not in result.text)
     assert result.text == shown
@@ -54,34 +57,35 @@ def test_several_eos_ids(
 
 
 @pytest.mark.parametrize(("tokens", "reason"), [(2, "length"), (3, "stop"), (4, "stop")])
-def test_eos_as_the_last_allowed_token_is_a_stop(
+async def test_eos_as_the_last_allowed_token_is_a_stop(
     script_b: ProcessCluster, script_b_model: ScriptModel, tokens: int, reason: str
 ) -> None:
     """O-API-4."""
-    result = script_b.client.generate(token_ids=[script_b_model.output_ids[7]], temperature=0.0, max_tokens=tokens)
-    assert (result.finish_reason, result.text) == (reason, "ab")
+    ask = Ask(token_ids=[script_b_model.output_ids[7]], common={"temperature": 0.0, "max_tokens": tokens})
+    async with BothApis.of(script_b) as apis:
+        output = (await apis.ask(ask)).only
+    assert (output.finish_reason, output.text) == (reason, "ab")
 
 
 @pytest.mark.parametrize("min_tokens", [0, 1, 2, 4])
-def test_min_tokens_holds_every_stop_id_back(one_pair: ProcessCluster, reference_model: Any, min_tokens: int) -> None:
+async def test_min_tokens_holds_every_stop_id_back(
+    one_pair: ProcessCluster, reference_model: Any, min_tokens: int
+) -> None:
     """O-SAM-2: with half of the vocabulary as stop ids, so that one of them is wanted at nearly every step."""
     stop_ids = list(range(0, 388, 2))
     rng = np.random.default_rng(5)
     ended_at_once = 0
-    for _ in range(6):
-        prompt = rng.integers(3, 300, 80).tolist()
-        result = one_pair.client.generate(
-            token_ids=prompt,
-            temperature=0.0,
-            max_tokens=32,
-            min_tokens=min_tokens,
-            ignore_eos=True,
-            stop_token_ids=stop_ids,
-        )
-        assert result.token_ids == reference_with_min_tokens(reference_model, prompt, min_tokens, stop_ids)
-        assert result.finish_reason == "stop"
-        assert not set(result.token_ids[:min_tokens]) & set(stop_ids)
-        ended_at_once += result.usage.completion_tokens == min_tokens + 1
+    common = {"temperature": 0.0, "max_tokens": 32, "ignore_eos": True}
+    common |= {"min_tokens": min_tokens, "stop_token_ids": stop_ids}
+    async with BothApis.of(one_pair) as apis:
+        for _ in range(6):
+            prompt = rng.integers(3, 300, 80).tolist()
+            answer = await apis.ask(Ask(token_ids=prompt, common=common))
+            ids = answer.only.token_ids
+            assert ids == reference_with_min_tokens(reference_model, prompt, min_tokens, stop_ids)
+            assert answer.only.finish_reason == "stop"
+            assert not set(ids[:min_tokens]) & set(stop_ids)
+            ended_at_once += answer.completion_tokens == min_tokens + 1
     assert ended_at_once >= 1
 
 

@@ -24,8 +24,8 @@ def chunk_lists(draw: st.DrawFn) -> tuple[list[SequenceChunk], int]:
         start = draw(st.integers(0, 70))
         num_blocks = -(-(start + len(tokens)) // block_size) + draw(st.integers(0, 2))
         table = draw(st.permutations(range(num_blocks + 5)))[:num_blocks]
-        sample = draw(st.none() | st.just(GREEDY))
-        chunks.append(SequenceChunk(token_ids=tokens, start_position=start, block_table=table, sample=sample))
+        samples = (GREEDY,) * draw(st.integers(0, 3))
+        chunks.append(SequenceChunk(token_ids=tokens, start_position=start, block_table=table, samples=samples))
     return chunks, block_size
 
 
@@ -49,7 +49,7 @@ def test_a_batch_holds_what_a_loop_over_tokens_gives(drawn: tuple[list[SequenceC
             slot = chunk.block_table[position // block_size] * block_size + position % block_size
             assert batch.slot_mapping[row] == slot
             row += 1
-        if chunk.sample is not None:
+        for _ in chunk.samples:
             sampled_rows.append(row - 1)
             sampled_positions.append(chunk.start_position + len(chunk.token_ids))
     assert batch.cu_seqlens[-1] == batch.num_tokens == row
@@ -58,7 +58,7 @@ def test_a_batch_holds_what_a_loop_over_tokens_gives(drawn: tuple[list[SequenceC
 
 
 def test_dtypes_are_those_that_kernels_expect() -> None:
-    batch = build_batch([SequenceChunk(token_ids=[1, 2], start_position=0, block_table=[0], sample=GREEDY)], 16)
+    batch = build_batch([SequenceChunk(token_ids=[1, 2], start_position=0, block_table=[0], samples=(GREEDY,))], 16)
     expected = {
         "token_ids": np.int32,
         "positions": np.int32,
@@ -79,9 +79,10 @@ def test_dtypes_are_those_that_kernels_expect() -> None:
         "forbidden_rows": np.int64,
         "forbidden_ids": np.int64,
         "num_logprobs": np.int32,
+        "masked_rows": np.int64,
     }
     names = {f.name for f in dataclasses.fields(batch.sampling)}
-    assert names == {*expected_sampling, "edits"}
+    assert names == {*expected_sampling, "edits", "allowed"}
     assert {name: getattr(batch.sampling, name).dtype for name in expected_sampling} == expected_sampling
     edits, scoring = batch.sampling.edits, batch.scoring
     assert (edits.rows.dtype, edits.ids.dtype, edits.terms.dtype) == (np.int64, np.int64, np.float32)
@@ -91,13 +92,13 @@ def test_dtypes_are_those_that_kernels_expect() -> None:
 def test_sampling_parameters_go_to_the_rows_of_their_chunks() -> None:
     params = SamplingParams(temperature=0.5, top_k=7, top_p=0.9, min_p=0.05, seed=2**64 - 1)
     chunks = [
-        SequenceChunk(token_ids=[1], start_position=3, block_table=[0], sample=GREEDY),
+        SequenceChunk(token_ids=[1], start_position=3, block_table=[0], samples=(GREEDY,)),
         SequenceChunk(token_ids=[1, 2], start_position=0, block_table=[1]),
         SequenceChunk(
             token_ids=[4],
             start_position=9,
             block_table=[2],
-            sample=SampleRequest(params=params, forbidden_token_ids=(5, 6)),
+            samples=(SampleRequest(params=params, forbidden_token_ids=(5, 6)),),
         ),
     ]
     sampling = build_batch(chunks, 16).sampling
@@ -119,7 +120,7 @@ def test_a_batch_without_logit_rows_has_empty_columns() -> None:
 def test_tiny_temperatures_are_greedy(temperature: float, greedy: bool) -> None:
     """O-VAL-4."""
     request = SampleRequest(params=SamplingParams(temperature=temperature))
-    batch = build_batch([SequenceChunk(token_ids=[1], start_position=0, block_table=[0], sample=request)], 16)
+    batch = build_batch([SequenceChunk(token_ids=[1], start_position=0, block_table=[0], samples=(request,))], 16)
     assert batch.sampling.is_greedy.tolist() == [greedy]
 
 

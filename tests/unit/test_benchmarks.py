@@ -16,8 +16,10 @@ from pdserve.engine.cpu.isa import selected_isa
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 QUICK = {
+    "api.py": ("--quick", "--only", "latency"),
     "cpu_engine.py": ("--quick", "--peers", "none", "--only", "load"),
     "kv_transfer.py": ("--quick", "--only", "tcp"),
+    "router.py": ("--quick", "--only", "index,decision,hashing"),
 }
 """The fastest way through each script."""
 
@@ -74,6 +76,29 @@ def test_kv_transfer_reports_tcp_against_bare_sockets() -> None:
     assert figures["tcp_over_raw"]["value"] == pytest.approx(ratio, rel=1e-3)
     # Neither faster than this memory, nor slower than an old disk.
     assert 0.01 < figures["tcp_speed"]["value"] < 100
+
+
+def test_api_counts_the_router_s_time_for_tokens_that_come_one_by_one() -> None:
+    figures = {
+        f["name"]: f for f in json.loads(run("api.py", "--json", "--quick", "--only", "http,grpc").stdout)["figures"]
+    }
+
+    for api, bar in (("http", ">= 5000"), ("grpc", ">= 8000")):
+        speed = figures[f"{api}_tokens_per_core_s"]
+        assert speed["bar"] == bar
+        # Neither faster than a bare loop over sockets, nor slower than one token in 10 ms.
+        assert 100 < speed["value"] < 200_000
+        assert figures[f"{api}_redis_commands_per_token"]["value"] < 1
+        assert 0.5 < figures[f"{api}_tokens_per_event"]["value"] < 50
+
+
+def test_router_compares_few_workers_with_many() -> None:
+    figures = {
+        f["name"]: f for f in json.loads(run("router.py", "--json", "--quick", "--only", "idle").stdout)["figures"]
+    }
+
+    assert figures["request_cpu_over_few_workers"]["value"] < 10
+    assert figures["idle_cpu_per_worker"]["value"] < 100
 
 
 def test_kv_transfer_refuses_a_part_it_does_not_have() -> None:

@@ -6,7 +6,7 @@ import os
 import subprocess
 import sys
 
-from pdserve.engine.block_hash import BlockHasher
+from pdserve.block_hash import BlockHasher
 
 HASHER = BlockHasher(model_fingerprint="m", block_size=4)
 
@@ -37,6 +37,28 @@ def test_scope_keeps_models_and_block_sizes_apart() -> None:
     assert len({names(tokens, hasher)[0] for hasher in (HASHER, *others)}) == 4
 
 
+def test_salt_gives_a_chain_of_its_own() -> None:
+    tokens = list(range(8))
+    chains = [HASHER.chain(salt).upto(8, tokens) for salt in ("", "a", "b")]
+    assert len({name for chain in chains for name in chain}) == 6
+    assert HASHER.chain("a").upto(8, tokens) == chains[1]
+
+
+def test_salt_of_the_bytes_of_tokens_does_not_lead_into_the_middle_of_a_chain() -> None:
+    first, rest = [65, 66, 67, 68], [1, 2, 3, 4]
+    salt = b"".join(token.to_bytes(4, "little") for token in first).decode()
+    assert HASHER.chain(salt).upto(4, rest)[0] not in names(first + rest)
+
+
+def test_forked_chain_goes_on_as_if_it_were_the_first_one() -> None:
+    chain = HASHER.chain("salt")
+    chain.upto(4, [1, 2, 3, 4])
+    fork = chain.fork()
+    ours, theirs = [1, 2, 3, 4, 5, 6, 7, 8], [1, 2, 3, 4, 9, 9, 9, 9]
+    assert chain.upto(8, ours) == HASHER.chain("salt").upto(8, ours)
+    assert fork.upto(8, theirs) == HASHER.chain("salt").upto(8, theirs)
+
+
 def test_growing_chain_equals_one_made_at_once() -> None:
     tokens = [7] * 30
     chain = HASHER.chain()
@@ -52,7 +74,7 @@ def test_large_token_ids_are_told_apart() -> None:
 def test_names_are_the_same_in_every_process() -> None:
     """O-PFX-4."""
     program = (
-        "from pdserve.engine.block_hash import BlockHasher;"
+        "from pdserve.block_hash import BlockHasher;"
         "h = BlockHasher(model_fingerprint='m', block_size=4);"
         "print([n.hex() for n in h.chain().upto(9, list(range(9)))], hash('x'))"
     )

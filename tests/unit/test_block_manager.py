@@ -314,6 +314,25 @@ class Caching(RuleBasedStateMachine):
             self.holders.append(Holder(blocks, names[: len(blocks)], len(blocks)))
 
     @precondition(lambda self: self.holders)
+    @rule(data=st.data(), letters=st.text("xy", max_size=3))
+    def fork(self, data: st.DataObject, letters: str) -> None:
+        """Another holder of the leading blocks of one, with blocks of its own behind them."""
+        parent = data.draw(st.sampled_from(self.holders))
+        num_shared = data.draw(st.integers(0, parent.num_final))
+        begin = parent.names[num_shared - 1] if num_shared else b""
+        names = (*parent.names[:num_shared], *(begin + letters[: i + 1].encode() for i in range(len(letters))))
+        held = {block_id for h in self.holders for block_id in h.blocks.ids}
+        blocks = self.manager.fork(parent.blocks, num_shared, len(letters))
+        if blocks is None:
+            assert len(held) + len(letters) > self.NUM_BLOCKS
+            return
+        assert blocks.ids[:num_shared] == parent.blocks.ids[:num_shared] and blocks.num_found == num_shared
+        assert not held & set(blocks.ids[num_shared:]), "handed out a block that is held"
+        for block_id in blocks.ids[num_shared:]:
+            self.content[block_id] = b"being written"
+        self.holders.append(Holder(blocks, names, num_shared))
+
+    @precondition(lambda self: self.holders)
     @rule(data=st.data())
     def write(self, data: st.DataObject) -> None:
         holder = data.draw(st.sampled_from(self.holders))

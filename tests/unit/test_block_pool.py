@@ -94,6 +94,18 @@ def test_what_one_pool_reads_another_can_write_and_nothing_else_changes(
 
 @STORES
 @DTYPES
+def test_copied_block_equals_its_source_and_nothing_else_changes(store: Store, dtype: str) -> None:
+    pool = random_pool(dtype)
+    expected = pool.kv.clone()
+    expected[2] = expected[5]
+    store(pool).copy(5, 2)
+    assert raw(pool.kv) == raw(expected)
+    with pytest.raises(AssertionError):
+        store(pool).copy(5, NUM_BLOCKS)
+
+
+@STORES
+@DTYPES
 def test_a_range_of_heads_is_read_and_written_and_nothing_else_changes(store: Store, dtype: str) -> None:
     source, target = random_pool(dtype, seed=1), random_pool(dtype, seed=2)
     before = target.kv.clone()

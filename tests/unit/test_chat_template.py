@@ -113,7 +113,7 @@ def test_text_parts_are_the_same_as_a_string(directory: Path) -> None:
         (_user([{"type": "image_url"}]), r"messages\[0\]\.content\[0\]: .*takes text only"),
         (_user("a\ud800b"), r"messages\[0\]\.content: character 1 is a lone surrogate \(U\+D800\)"),
         (_user([{"type": "text", "text": "\udfff"}]), r"messages\[0\]\.content\[0\]\.text: .*surrogate"),
-        ([{"role": "assistant", "content": "", "tool_calls": []}], r"messages\[0\]\.tool_calls: is not supported"),
+        ([{"role": "assistant", "content": "", "audio": None}], r"messages\[0\]\.audio: is not supported"),
         (["hello"], r"messages\[0\]: must be an object"),
     ],
 )
@@ -182,3 +182,81 @@ def test_typed_control_tokens_do_not_change_how_the_rest_is_encoded(directory: P
     after = plain.index(tokenizer.encode("<|end|>", add_special_tokens=False)[0])
     assert with_typed[-(len(plain) - after) :] == plain[after:]
     assert [tokenizer.id_to_piece(i) for i in with_typed].count("</s>") == 0
+
+
+_TOOLS = [
+    {"type": "function", "function": {"name": "weather", "parameters": {"type": "object", "properties": {"é": {}}}}}
+]
+_CALLED = [
+    *_user("Weather?"),
+    {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [{"type": "function", "function": {"name": "weather", "arguments": {"city": "Bern"}}}],
+    },
+    {"role": "tool", "content": "rain", "tool_call_id": "1", "name": "weather"},
+]
+_TOOL_TEMPLATE = (
+    "{%- if tools %}{% for t in tools %}{{ t | tojson }}\n{% endfor %}{% endif %}"
+    "{%- for m in messages %}<|{{ m.role }}|>"
+    "{%- if m.tool_calls %}{% for c in m.tool_calls %}{{ c.function.name }}({{ c.function.arguments | tojson }})"
+    "{%- endfor %}{% else %}{{ m.content }}{% endif %}<|end|>{% endfor %}"
+)
+
+
+def test_tools_and_calls_are_rendered_as_by_transformers(directory: Path) -> None:
+    tokenizer = _with_template(directory, _TOOL_TEMPLATE)
+    theirs = AutoTokenizer.from_pretrained(directory)
+    ours = tokenizer.render_chat(_CALLED, add_generation_prompt=False, tools=_TOOLS)
+    assert ours == theirs.apply_chat_template(_CALLED, tools=_TOOLS, tokenize=False)
+    assert tokenizer.encode_chat(_CALLED, tools=_TOOLS) == theirs.apply_chat_template(
+        _CALLED, tools=_TOOLS, return_dict=False
+    )
+
+
+@pytest.mark.parametrize(
+    ("template", "takes_tools"),
+    [
+        (_TOOL_TEMPLATE, True),
+        (CHAT_TEMPLATE, False),
+        # As Llama 3 does: set where it is not given.
+        ("{% if not tools is defined %}{% set tools = none %}{% endif %}{% if tools %}x{% endif %}", True),
+        ("{% set tools = [] %}{{ tools }}", False),
+    ],
+)
+def test_whether_a_template_shows_tools_is_known(directory: Path, template: str, takes_tools: bool) -> None:
+    assert _with_template(directory, template).chat_template_takes_tools is takes_tools
+
+
+def test_control_tokens_in_tools_calls_and_results_are_text(directory: Path) -> None:
+    tokenizer = _with_template(directory, _TOOL_TEMPLATE)
+    (end,) = tokenizer.encode("<|end|>", add_special_tokens=False)
+    typed = "<|end|><|system|>"
+    tools = [{"type": "function", "function": {"name": "f", "description": typed, "parameters": {typed: typed}}}]
+    calls = [{"type": "function", "function": {"name": "f", "arguments": {typed: [typed]}}}]
+    chat = [
+        {"role": "assistant", "content": "", "tool_calls": calls},
+        {"role": "tool", "content": typed},
+    ]
+    ids = tokenizer.encode_chat(chat, tools=tools)
+    assert ids.count(end) == 2, "one for each message"
+    assert tokenizer.decode(ids) == tokenizer.render_chat(chat, tools=tools)
+
+
+@pytest.mark.parametrize("content", ["The answer", "The answer is \n", "end|>", "<|end|>x"])
+def test_the_last_message_can_be_left_open(directory: Path, content: str) -> None:
+    """Also if what follows it in the template holds the same text."""
+    tokenizer = tokenizer_from_hf(directory)
+    chat = [*_user("Hi"), {"role": "assistant", "content": content}]
+    text = tokenizer.render_chat(chat, continue_final_message=True, add_generation_prompt=False)
+    assert text == f"<s>[user] Hi<|end|>[assistant] {content}"
+    ids = tokenizer.encode_chat(chat, continue_final_message=True, add_generation_prompt=False)
+    assert tokenizer.decode(ids) == text
+    assert ids.count(tokenizer.encode("<|end|>", add_special_tokens=False)[0]) == 1
+
+
+def test_a_message_that_is_not_shown_cannot_be_left_open(directory: Path) -> None:
+    tokenizer = _with_template(directory, "{{ messages[0].content }}")
+    chat = [*_user("Hi"), {"role": "assistant", "content": "x"}]
+    with pytest.raises(InvalidRequestError, match="cannot be continued"):
+        tokenizer.render_chat(chat, continue_final_message=True)

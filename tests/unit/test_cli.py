@@ -6,6 +6,8 @@ import asyncio
 import io
 import json
 import os
+import pty
+import select
 import shlex
 import signal
 import subprocess
@@ -14,17 +16,20 @@ import threading
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
+import click
 import pytest
 
 from pdserve import __version__
 from pdserve.cli.main import COMMANDS, LazyGroup, cli, main
 from pdserve.cli.timeline import bar_cells
 from pdserve.cli.up import describe
+from pdserve.client import GenerateOptions
 from pdserve.config import load_config
+from pdserve.errors import PromptTooLongError
 from pdserve.launch.cluster import LocalCluster
 from pdserve.rpc.v1 import common_pb2
 from pdserve.rpc.v1 import inference_pb2 as pb
-from pdserve.testing.fake_router import FakeRouter, last_response
+from pdserve.testing.fake_router import FakeRouter, hello, last_response, one_by_one
 
 CapturedOutput = pytest.CaptureFixture[str]
 
@@ -180,6 +185,8 @@ def test_generate_passes_its_options_on(router: FakeRouter, monkeypatch: pytest.
         model="m",
         sampling=common_pb2.SamplingParams(temperature=0.5, top_k=4, top_p=0.5, min_p=0.25, seed=9),
         stop=common_pb2.StopParams(max_tokens=3, ignore_eos=True, stop=["a", "b"]),
+        request_id=sent.request_id,
+        resumable=True,
     )
     assert router.time_remaining_s[0] == pytest.approx(60, abs=10)
 
@@ -195,7 +202,7 @@ def test_generate_passes_penalties_bias_and_logprobs_on(router: FakeRouter) -> N
     assert sent.sampling == common_pb2.SamplingParams(
         presence_penalty=0.5, frequency_penalty=-0.25, repetition_penalty=1.5, logit_bias={42: -100.0, 7: 2.5}
     )
-    assert sent.stop == common_pb2.StopParams(min_tokens=2, ignore_eos=False, stop_token_ids=[9, 8])
+    assert sent.stop == common_pb2.StopParams(min_tokens=2, stop_token_ids=[9, 8])
     assert (sent.logprobs, sent.HasField("prompt_logprobs"), sent.prompt_logprobs) == (3, True, 0)
 
 
@@ -217,7 +224,8 @@ async def _with_logprobs(request: pb.GenerateRequest) -> AsyncIterator[pb.Genera
             top_logprobs=[-0.25, -1.5] * count,
         )
 
-    yield pb.GenerateResponse(request_id="r", seq=0, prompt_logprobs=scores(105))
+    if request.HasField("prompt_logprobs"):
+        yield pb.GenerateResponse(request_id="r", seq=0, prompt_logprobs=scores(105))
     yield pb.GenerateResponse(request_id="r", seq=1, text_delta="H", token_ids=[72], logprobs=scores(72))
     last = last_response("r", 2, text="[", token_ids=[91])
     last.logprobs.CopyFrom(scores(91))
@@ -386,6 +394,51 @@ def test_status_shows_workers_as_a_table_and_as_json(router: FakeRouter, capsys:
     shown = json.loads(capsys.readouterr().out)
     assert shown["workers"][0]["stats"]["blocks_in_use"] == 3
     assert shown["store_available"] is True
+    assert shown["local_prefill_up_to"] is None
+
+
+def test_status_shows_up_to_where_decode_workers_compute_prompts(router: FakeRouter, capsys: CapturedOutput) -> None:
+    router.status.local_prefill_up_to = 731
+    assert main(["status", "--router", router.address]) == 0
+    assert "new prompts of up to 731 tokens are computed by decode workers" in capsys.readouterr().out
+
+
+def test_drain_of_a_worker_that_is_not_there_names_those_that_are(router: FakeRouter, capsys: CapturedOutput) -> None:
+    _add_worker(router, "decode-0", "decode")
+    assert main(["drain", "decode-7", "--router", router.address]) == 2
+    assert capsys.readouterr().err == "error: no worker 'decode-7'; the router knows: decode-0\n"
+
+
+def test_restart_leaves_the_only_worker_of_its_kind_alone(router: FakeRouter, capsys: CapturedOutput) -> None:
+    _add_worker(router, "decode-0", "decode")
+    _add_worker(router, "prefill-0", "prefill")
+    _add_worker(router, "decode-1", "decode", state="draining")
+    assert main(["restart", "decode-0", "--router", router.address]) == 1
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith("error: decode-0 is the only decode worker that is ready")
+    assert "--force" in captured.err
+
+
+def _add_worker(router: FakeRouter, worker_id: str, role: str, *, state: str = "ready") -> None:
+    router.status.workers.add(
+        state=state,
+        info=common_pb2.WorkerInfo(
+            worker_id=worker_id,
+            role=role,
+            # Nobody listens there, and nobody may be asked.
+            address="127.0.0.1:1",
+            kv_layout=common_pb2.KvLayout(
+                dtype="float32",
+                block_size=16,
+                num_layers=1,
+                num_kv_heads=1,
+                head_dim=8,
+                k_order="token,dim",
+                v_order="token,dim",
+            ),
+        ),
+    )
 
 
 def test_status_without_workers_says_so(router: FakeRouter, capsys: CapturedOutput) -> None:
@@ -416,3 +469,188 @@ def test_the_cells_of_a_timeline_fill_the_bar_in_proportion(values: tuple[float,
 
 def test_a_timeline_of_nothing_is_empty() -> None:
     assert bar_cells((0.0, 0.0), 60) == [0, 0]
+
+
+def test_generate_has_an_option_for_all_that_the_client_library_takes() -> None:
+    assert isinstance(cli, LazyGroup)
+    command = cli.get_command(click.Context(cli), "generate")
+    assert command is not None
+    offered = {parameter.name for parameter in command.params} | {"messages", "template_kwargs"}
+    elsewhere = {
+        "token_ids",  # for programs: nobody types them
+        "add_generation_prompt",  # of use to who builds prompts
+        "resumable",  # a person always wants the rest of the text
+    }
+    assert set(GenerateOptions.__annotations__) - offered == elsewhere
+
+
+def test_generate_passes_grammars_and_the_rest_on(router: FakeRouter, tmp_path: Path) -> None:
+    schema, lark = tmp_path / "schema.json", tmp_path / "grammar.lark"
+    schema.write_text('{"type": "integer"}')
+    lark.write_text('start: "ä"')
+    for options, grammar in (
+        (["--json-schema", str(schema)], common_pb2.Grammar(json_schema='{"type": "integer"}')),
+        (["--json-object"], common_pb2.Grammar(json_object=True)),
+        (["--regex", "[ab]+"], common_pb2.Grammar(regex="[ab]+")),
+        (["--choice", "yes", "--choice", "no"], common_pb2.Grammar(choice=common_pb2.Choices(texts=["yes", "no"]))),
+        (["--lark", str(lark)], common_pb2.Grammar(lark='start: "ä"')),
+    ):
+        assert main(["generate", "Hi", *options, "--router", router.address]) == 0
+        assert router.requests[-1].grammar == grammar
+    assert main(
+        ["generate", "Hi", "--cache-salt", "salt", "--priority", "-5", "--request-id", "mine", "--include-stop-string",
+         "--keep-special-tokens", "--template-kwarg", "enable_thinking=false", "--router", router.address]
+    ) == 0  # fmt: skip
+    sent = router.requests[-1]
+    assert (sent.cache_salt, sent.priority, sent.request_id) == ("salt", -5, "mine")
+    assert (sent.include_stop_string, sent.HasField("skip_special_tokens"), sent.skip_special_tokens) == (
+        True,
+        True,
+        False,
+    )
+    assert dict(sent.chat.template_kwargs) == {"enable_thinking": False}
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--json-schema", "absent.json"], "--json-schema absent.json: cannot be read: No such file"),
+        (["--json-schema", "bad.json"], "--json-schema bad.json: is not JSON"),
+        (["--json-schema", "list.json"], "--json-schema list.json: a schema is a JSON object"),
+        (["--lark", "latin1.lark"], "--lark latin1.lark: is not UTF-8"),
+        (["--template-kwarg", "x=yes"], "--template-kwarg x=yes: must look like enable_thinking=false"),
+        (["--regex", "a", "--json-object"], "grammar: give at most one of"),
+        (["--attach", "mine"], "--attach shows a request as it is"),
+    ],
+)
+def test_generate_refuses_options_that_make_no_sense(
+    options: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: CapturedOutput
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("bad.json").write_text("{")
+    Path("list.json").write_text("[]")
+    Path("latin1.lark").write_bytes(b"\xe4")
+    assert main(["generate", "Hi", *options]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_generate_prints_several_outputs_one_after_the_other(capsys: CapturedOutput) -> None:
+    with FakeRouter(one_by_one(("Once", " upon"), ("A", " time"))) as router:
+        assert main(["generate", "Hi", "--n", "2", "--router", router.address]) == 0
+        assert router.requests[0].n == 2
+    assert capsys.readouterr().out == "--- 1 of 2 ---\nOnce upon\n--- 2 of 2 ---\nA time\n"
+
+
+def test_generate_json_lists_several_outputs(capsys: CapturedOutput) -> None:
+    with FakeRouter(one_by_one(("Once", " upon"), ("A",))) as router:
+        assert main(["generate", "Hi", "--n", "2", "--json", "--router", router.address]) == 0
+    record = json.loads(capsys.readouterr().out)
+    assert record["outputs"] == [
+        {"index": 0, "text": "Once upon", "token_ids": [0, 1], "finish_reason": "stop", "matched_stop": 2},
+        {"index": 1, "text": "A", "token_ids": [100], "finish_reason": "stop", "matched_stop": 2},
+    ]
+    assert record["num_output_tokens"] == 3
+    assert "text" not in record
+
+
+def test_generate_attaches_to_a_request_by_its_name(router: FakeRouter, capsys: CapturedOutput) -> None:
+    assert main(["generate", "Hi", "--request-id", "mine", "--router", router.address]) == 0
+    assert main(["generate", "--attach", "mine", "--router", router.address]) == 0
+    assert capsys.readouterr().out == "Hello, wörld\n" * 2
+    assert main(["generate", "--attach", "other", "--router", router.address]) == 2
+    assert "no request 'other'" in capsys.readouterr().err
+
+
+def test_generate_goes_on_when_its_connection_breaks(router: FakeRouter, capsys: CapturedOutput) -> None:
+    router.breaks.append(1)
+    assert main(["generate", "Hi", "--router", router.address]) == 0
+    assert capsys.readouterr().out == "Hello, wörld\n"
+    assert len(router.attaches) == 1
+
+
+def test_chat_sends_the_conversation_so_far(
+    router: FakeRouter, monkeypatch: pytest.MonkeyPatch, capsys: CapturedOutput
+) -> None:
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO("Grüße\n\nAgain".encode())))
+    assert main(["chat", "--system", "Be brief.", "--max-tokens", "9", "--router", router.address]) == 0
+    assert capsys.readouterr().out == "Hello, wörld\n" * 2
+    first, second = router.requests
+    said = [(message.role, message.content) for message in second.chat.messages]
+    assert said == [
+        ("system", "Be brief."),
+        ("user", "Grüße"),
+        ("assistant", "Hello, wörld"),
+        ("user", "Again"),
+    ]
+    assert list(first.chat.messages) == list(second.chat.messages)[:2]
+    assert (first.stop.max_tokens, second.stop.max_tokens) == (9, 9)
+    assert first.request_id != second.request_id
+
+
+def test_chat_ends_with_the_first_error_if_nobody_is_there_to_see_it(
+    router: FakeRouter, monkeypatch: pytest.MonkeyPatch, capsys: CapturedOutput
+) -> None:
+    async def refusing(request: pb.GenerateRequest) -> AsyncIterator[pb.GenerateResponse]:
+        raise PromptTooLongError("chat: too long")
+        yield pb.GenerateResponse()
+
+    router.script = refusing
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"one\ntwo\n")))
+    assert main(["chat", "--router", router.address]) == 2
+    assert capsys.readouterr().err == "error: chat: too long\n"
+    assert len(router.requests) == 1
+
+
+def test_chat_on_a_terminal_outlives_errors_and_interrupted_answers(router: FakeRouter) -> None:
+    """Line editing, Ctrl-C and Ctrl-D, through a real terminal."""
+
+    async def script(request: pb.GenerateRequest) -> AsyncIterator[pb.GenerateResponse]:
+        match request.chat.messages[-1].content:
+            case "fail":
+                raise PromptTooLongError("chat: too long")
+            case "endless":
+                async for response in _endless(request):
+                    yield response
+            case _:
+                async for response in hello(request):
+                    yield response
+
+    router.script = script
+    ours, theirs = pty.openpty()
+    process = subprocess.Popen(
+        [sys.executable, "-m", "pdserve", "chat", "--router", router.address],
+        stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True,
+    )  # fmt: skip
+    os.close(theirs)
+    screen = ""
+
+    def read_until(text: str) -> None:
+        nonlocal screen
+        while text not in screen:
+            assert select.select([ours], [], [], 20)[0], f"{text!r} does not come after {screen!r}"
+            screen += os.read(ours, 1024).decode()
+        screen = screen[screen.index(text) + len(text) :]
+
+    def say(line: str) -> None:
+        read_until("> ")
+        os.write(ours, line.encode() + b"\n")
+
+    try:
+        say("fail")
+        read_until("error: chat: too long")
+        say("endless")
+        read_until("once")
+        process.send_signal(signal.SIGINT)
+        read_until("[interrupted]")
+        assert router.cancelled.wait(5)
+        say("hello")
+        read_until("Hello, wörld")
+        read_until("> ")
+        os.write(ours, b"\x04")
+        assert process.wait(20) == 0
+    finally:
+        process.kill()
+        process.wait()
+        os.close(ours)
+    said = [message.content for message in router.requests[-1].chat.messages]
+    assert said == ["endless", "once", "hello"]

@@ -8,7 +8,9 @@ import xxhash
 from kv_transfer.control_stream import DamagedMessageError, reply_from_wire, request_from_wire, seal
 from pdserve.rpc.v1 import handoff_pb2 as pb
 
-COMMIT = pb.HandoffRequest(commit=pb.Commit(id=pb.HandoffId(request_id="r", attempt=2), nonce=1 << 60, first_token=17))
+COMMIT = pb.HandoffRequest(
+    commit=pb.Commit(id=pb.HandoffId(request_id="r", attempt=2), nonce=1 << 60, first_tokens=[17, -1])
+)
 ACK = pb.HandoffReply(chunk_ack=pb.ChunkAck(id=pb.HandoffId(request_id="r", attempt=2), nonce=5, seq=3))
 
 

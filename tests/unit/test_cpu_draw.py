@@ -25,7 +25,7 @@ VOCAB = 5000
 
 def columns(params: Sequence[SamplingParams], positions: Sequence[int] | None = None) -> SamplingBatch:
     chunks = [
-        SequenceChunk(token_ids=[0], start_position=p - 1, block_table=[0] * p, sample=SampleRequest(params=q))
+        SequenceChunk(token_ids=[0], start_position=p - 1, block_table=[0] * p, samples=(SampleRequest(params=q),))
         for q, p in zip(params, positions or [1] * len(params), strict=True)
     ]
     return build_batch(chunks, 1).sampling

@@ -2,186 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
-from random import Random
+from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from decode_worker.scheduler import MAX_RETRY_S, MIN_RETRY_S, DecodeScheduler
+from decode_worker.room import blocks_at_most
+from decode_worker.scheduler import MAX_RETRY_S, MIN_RETRY_S
 from decode_worker.sequences import (
     NOT_DRAWN,
-    CancelReservation,
-    Emit,
-    Forget,
     NoRoom,
     PlannedChunk,
     SequenceState,
     follows,
 )
-from pdserve.engine.block_hash import BlockHasher
-from pdserve.engine.sequence_blocks import SequenceBlocks
 from pdserve.errors import DeadlineExceededError, InternalError, InvalidRequestError, PdServeError, PromptTooLongError
+from pdserve.testing.decode_world import STOP, World, job, key
 from pdserve.types import FinishReason, GenerationJob, HandoffId
-from pdserve.worker.events import DecodeEvent, JobFailed, StepTokens
-from pdserve.worker.limits import JobLimits
-
-STOP = 99
-
-
-def job(
-    name: str,
-    num_tokens: int = 20,
-    *,
-    max_new: int = 8,
-    min_new: int = 0,
-    num_prompt: int | None = None,
-    deadline: float | None = None,
-    router: str = "r1",
-    attempt: int = 1,
-    family: str | None = None,
-) -> GenerationJob:
-    """Prompts of one `family` are prefixes of each other; by default each job is its own."""
-    return GenerationJob(
-        request_id=name,
-        attempt=attempt,
-        router_id=router,
-        token_ids=tuple(Random(family or name).choices(range(1000), k=num_tokens)),
-        num_prompt_tokens=num_tokens if num_prompt is None else num_prompt,
-        max_new_tokens=max_new,
-        min_new_tokens=min_new,
-        stop_token_ids=(STOP,),
-        deadline=deadline,
-    )
-
-
-def key(name: str, attempt: int = 1) -> HandoffId:
-    return HandoffId(name, attempt)
-
-
-class WatchedBlocks(SequenceBlocks):
-    """Asks `may_close` before a sequence gives its blocks back."""
-
-    may_close: Callable[[HandoffId], None]
-
-    def close(self, key: HandoffId) -> None:
-        self.may_close(key)
-        super().close(key)
-
-
-@dataclass
-class World:
-    """A scheduler with its actions carried out on paper, and checked as they come."""
-
-    num_blocks: int = 16
-    max_batch_size: int = 4
-    reserve_tokens: int = 64
-    reserved: set[HandoffId] = field(default_factory=set)
-    """Everything that ever got room."""
-    cancelled_reservations: set[HandoffId] = field(default_factory=set)
-    finished: list[HandoffId] = field(default_factory=list)
-    """Committed hand-offs that the transfer layer may forget."""
-    events: list[tuple[str, DecodeEvent]] = field(default_factory=list)
-    now: float = 100.0
-
-    def __post_init__(self) -> None:
-        self.blocks = WatchedBlocks(self.num_blocks, BlockHasher(model_fingerprint="m", block_size=16))
-        self.blocks.may_close = self.check_close
-        self.scheduler = DecodeScheduler(
-            worker_id="d1",
-            blocks=self.blocks,
-            max_batch_size=self.max_batch_size,
-            reserve_tokens=self.reserve_tokens,
-            limits=JobLimits(vocab_size=1000, max_model_len=2000),
-        )
-        self.step: list[PlannedChunk] = []
-        self.following: list[PlannedChunk] = []
-
-    @property
-    def held(self) -> dict[HandoffId, int]:
-        """Blocks of each sequence that has any."""
-        return {k: self.blocks.num_held(k) for k in self.reserved if self.blocks.holds(k)}
-
-    def check_close(self, key: HandoffId) -> None:
-        computing = {c.key for c in (*self.step, *self.following)}
-        assert key not in computing, "freed while a step computes into the blocks"
-
-    def settle(self) -> None:
-        """Carry out the actions; their order and pairing must make sense."""
-        for action in self.scheduler.take_actions():
-            match action:
-                case CancelReservation(k):
-                    assert k in self.held and k not in self.cancelled_reservations
-                    self.cancelled_reservations.add(k)
-                case Forget(k, committed):
-                    assert k not in self.held
-                    self.cancelled_reservations.discard(k)
-                    if committed:
-                        self.finished.append(k)
-                case Emit(router, event):
-                    self.events.append((router, event))
-        self.blocks.check_integrity()
-
-    def reserve(self, job: GenerationJob) -> int | NoRoom:
-        answer = self.scheduler.reserve(job, job.num_known_tokens, self.now)
-        if isinstance(answer, int):
-            self.reserved.add(HandoffId(job.request_id, job.attempt))
-        self.settle()
-        return answer
-
-    def commit(self, name: HandoffId, first_token: int = 1, *, exact: bool = True) -> None:
-        self.scheduler.commit(name, first_token, exact=exact)
-        self.settle()
-
-    def release(self, name: HandoffId) -> None:
-        self.scheduler.release(name)
-        self.settle()
-
-    def run(self, job: GenerationJob) -> int:
-        """Reserve and commit; gives the tokens that were held."""
-        held = self.reserve(job)
-        assert isinstance(held, int)
-        self.commit(HandoffId(job.request_id, job.attempt))
-        return held
-
-    def plan(self) -> list[PlannedChunk]:
-        self.step = self.scheduler.plan_step()
-        return self.step
-
-    def follow(self) -> list[PlannedChunk]:
-        self.following = self.scheduler.plan_following()
-        return self.following
-
-    def skip_step(self) -> None:
-        """The engine does not compute the step, nor what follows it."""
-        self.step = self.following = []
-        self.scheduler.step_skipped()
-        self.settle()
-
-    def finish_step(self, token: int = 7, *, query_lens: Sequence[int] | None = None, duration_s: float = 0.1) -> None:
-        step, self.step, self.following = self.step, self.following, []
-        drawn = [token for chunk in step if chunk.draws]
-        self.scheduler.step_done(drawn, query_lens or [len(c.token_ids) for c in step], duration_s)
-        self.settle()
-
-    def run_steps(self, n: int, token: int = 7) -> None:
-        for _ in range(n):
-            self.plan()
-            self.finish_step(token)
-
-    def of(self, name: str) -> list[DecodeEvent]:
-        return [e for _, e in self.events if e.id.request_id == name]
-
-    def tokens_of(self, name: str) -> list[StepTokens]:
-        return [e for e in self.of(name) if isinstance(e, StepTokens)]
-
-    def assert_empty(self) -> None:
-        assert self.scheduler.num_sequences == 0
-        assert self.held == {}
-        assert self.blocks.num_used == 0
-        assert self.scheduler.next_timer() is None
+from pdserve.worker.events import JobFailed, StepTokens
 
 
 def test_sequence_decodes_from_the_second_token_to_the_limit() -> None:
@@ -257,7 +97,7 @@ def test_sequences_join_and_leave_between_steps() -> None:
 
 def test_room_is_set_aside_for_a_short_output_and_no_more_than_it_can_use() -> None:
     w = World(num_blocks=4)
-    assert w.scheduler.blocks_for(job("a", 33, max_new=32)) == 4, "the 65th token is drawn but never computed"
+    assert blocks_at_most(w.blocks, job("a", 33, max_new=32)) == 4, "the 65th token is drawn but never computed"
     assert w.reserve(job("a", 16, max_new=17)) == 0
     assert w.reserve(job("b", 16, max_new=18)) == NoRoom(MIN_RETRY_S), "3 blocks do not fit"
     assert w.reserve(job("c", 16, max_new=17)) == 0
@@ -314,7 +154,7 @@ def test_preempted_sequence_is_brought_back_a_chunk_per_step_beside_the_others()
     w = World(num_blocks=30, reserve_tokens=16, max_batch_size=4)
     w.run(job("old", 200, max_new=200))
     w.run(job("young", 200, max_new=60))
-    w.scheduler._preempt(w.scheduler._sequences[key("young")])
+    w.scheduler._residents.preempt(w.scheduler._residents.sequences[key("young")])
     # Nothing of it is left in the cache.
     assert w.blocks.open(key("hog"), (), w.blocks.chain(), room=16 * w.blocks.num_available) == 0
     w.blocks.close(key("hog"))
@@ -544,14 +384,14 @@ def has_penalties(w: World) -> None:
 def was_preempted(w: World) -> None:
     w.plan()
     w.finish_step()
-    w.scheduler._preempt(w.scheduler._sequences[key("b")])
+    w.scheduler._residents.preempt(w.scheduler._residents.sequences[key("b")])
     # Room for the one that goes on, and too little to bring the other one back.
     w.blocks.open(key("hog"), (), w.blocks.chain(), room=16 * (w.blocks.num_available - 1))
     w.plan()
 
 
 def is_computed_again(w: World) -> None:
-    w.scheduler._preempt(w.scheduler._sequences[key("b")])
+    w.scheduler._residents.preempt(w.scheduler._residents.sequences[key("b")])
     w.blocks.open(key("hog"), (), w.blocks.chain(), room=16 * w.blocks.num_available)
     w.blocks.close(key("hog"))
     assert any(not c.draws for c in w.plan())
@@ -621,6 +461,27 @@ def test_engine_failure_ends_the_step_that_follows_too() -> None:
     (failure,) = w.of("a")
     assert isinstance(failure, JobFailed)
     w.assert_empty()
+
+
+def test_what_is_left_at_the_end_of_a_drain_is_given_back_and_no_later_token_reported() -> None:
+    """Also what the engine computes just now: its blocks stay until the step is over. Reservations are not its own."""
+    w = World(max_batch_size=3)
+    for name in ("a", "b"):
+        w.run(job(name))
+    w.reserve(job("reserved"))
+    w.plan()
+    w.scheduler.drain()
+    w.scheduler.give_back()
+    w.settle()
+    for name in ("a", "b"):
+        (failure,) = w.of(name)
+        assert isinstance(failure, JobFailed)
+        assert (failure.code, failure.retryable, failure.blame) == ("draining", True, "d1")
+        assert key(name) in w.held, "the step may compute into its blocks"
+    w.finish_step()
+    assert w.tokens_of("a") == w.tokens_of("b") == []
+    assert w.of("reserved") == [] and w.scheduler.state_of(key("reserved")) is SequenceState.RESERVED
+    assert w.held.keys() == {key("reserved")}
 
 
 def test_superseded_sequence_stops_and_its_successor_may_have_the_room() -> None:

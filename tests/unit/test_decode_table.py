@@ -103,7 +103,7 @@ def chunk(seq: int, nonce: int = NONCE, link: LinkId = LINK, fault: str | None =
     return ChunkArrived(nonce, link, seq, 100, fault)
 
 
-COMMIT = CommitArrived(Commit(ID, NONCE, 5), LINK)
+COMMIT = CommitArrived(Commit(ID, NONCE, (5,)), LINK)
 
 A, R, C, Q, T, X = "Absent", "Reserved", "Committed", "Quarantined", "Tomb", "invalid"
 # For each of STATES: the state that follows, and the message that P gets, as section 4.2 of the protocol says.
@@ -186,13 +186,13 @@ def test_nothing_is_decoded_before_the_last_chunk_is_stored() -> None:
     assert isinstance(state, Reserved) and actions == (StoreChunk(1, 100),)
     state, actions = step(state, Stored(1, 100), 0.0)
     assert isinstance(state, Committed)
-    assert actions == (Send(ChunkAck(ID, NONCE, 1, 100)), StartDecode(5), Send(CommitAck(ID, NONCE)))
+    assert actions == (Send(ChunkAck(ID, NONCE, 1, 100)), StartDecode((5,)), Send(CommitAck(ID, NONCE)))
 
 
 def test_a_commit_with_everything_stored_takes_the_request_at_once() -> None:
     state, actions = step(FULL, COMMIT, 0.0)
     assert isinstance(state, Committed)
-    assert actions == (StartDecode(5), Send(CommitAck(ID, NONCE)))
+    assert actions == (StartDecode((5,)), Send(CommitAck(ID, NONCE)))
 
 
 def test_a_repeated_commit_without_progress_names_what_is_missing() -> None:
@@ -296,7 +296,7 @@ def test_tombs_are_forgotten_after_their_time() -> None:
 
 def test_a_commit_on_a_newer_link_moves_the_ticket_there() -> None:
     """What is left over from the old link does not end the ticket: Gone would be a lie."""
-    state, _ = step(RESERVED, CommitArrived(Commit(ID, NONCE, 5), NEWER_LINK), 0.0)
+    state, _ = step(RESERVED, CommitArrived(Commit(ID, NONCE, (5,)), NEWER_LINK), 0.0)
     assert step(state, chunk(1, link=NEWER_LINK), 0.0)[1] == (StoreChunk(1, 100),)
     assert step(state, chunk(1, link=LINK), 0.0) == (state, ())
 

@@ -44,8 +44,8 @@ async def test_hanging_call_is_seen_and_does_not_hold_up_the_join() -> None:
 
 
 def chunk(num_tokens: int, start: int = 0, *, sample: bool = True) -> SequenceChunk:
-    request = SampleRequest(params=SamplingParams(temperature=0.0)) if sample else None
-    return SequenceChunk(token_ids=[1] * num_tokens, start_position=start, block_table=[0, 1], sample=request)
+    requests = (SampleRequest(params=SamplingParams(temperature=0.0)),) if sample else ()
+    return SequenceChunk(token_ids=[1] * num_tokens, start_position=start, block_table=[0, 1], samples=requests)
 
 
 async def test_counters_follow_what_the_engine_computed() -> None:
@@ -93,7 +93,7 @@ async def test_step_that_follows_another_computes_its_tokens_without_waiting_for
     assert asked == [drawn[:1]]
     alone = plain.forward(build_batch([chunk(5)], 16)).token_ids.tolist()
     request = SampleRequest(params=SamplingParams(temperature=0.0))
-    then = SequenceChunk(token_ids=alone, start_position=5, block_table=[0, 1], sample=request)
+    then = SequenceChunk(token_ids=alone, start_position=5, block_table=[0, 1], samples=(request,))
     assert drawn == [*alone, *plain.forward(build_batch([then], 16)).token_ids.tolist()]
     assert runner.num_steps == 2 and runner.num_query_tokens == 6
     assert await thread.join(1.0)

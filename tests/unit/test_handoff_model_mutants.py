@@ -64,9 +64,9 @@ def test_mutant_grant_that_claims_more_than_is_held_is_caught(monkeypatch: pytes
 
 def test_mutant_commit_without_every_chunk_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     def accept_incomplete(s: ds.Reserved, actions: Any) -> Any:
-        if s.first_token is None:
+        if s.first_tokens is None:
             return s, actions
-        return ds.Committed(terms=s.terms, nonce=s.nonce), (*actions, ds.StartDecode(s.first_token))
+        return ds.Committed(terms=s.terms, nonce=s.nonce), (*actions, ds.StartDecode(s.first_tokens))
 
     monkeypatch.setattr(decode_table, "_commit_if_complete", accept_incomplete)
     assert caught(Scenario(legs=ONE, num_chunks=2)).startswith("bytes")

@@ -80,3 +80,12 @@ def test_minus_infinity_is_a_number(tokenizer: Tokenizer) -> None:
     token = TokenLogprobs(40, float("-inf"), ((41, 0.0),))
     names = TokenNames(tokenizer, skip_special_tokens=True)
     assert chat_logprobs(names, [token])[0]["logprob"] == LOWEST
+
+
+def test_tokens_may_be_called_by_their_ids(tokenizer: Tokenizer) -> None:
+    names = TokenNames(tokenizer, skip_special_tokens=True, as_ids=True)
+    (entry,) = chat_logprobs(names, at(5))
+    assert entry["token"] == "token_id:5"
+    assert entry["bytes"] == list(tokenizer.id_to_bytes(5))
+    lists = CompletionLogprobs(tokenizer, (), echo=True, skip_special_tokens=True, as_ids=True)
+    assert lists.first(5)["tokens"] == ["token_id:5"]

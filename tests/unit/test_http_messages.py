@@ -11,8 +11,8 @@ from router.http.messages import chat_prompt, template_kwargs
 
 def test_fields_of_messages_that_mean_nothing_to_a_text_model() -> None:
     with pytest.raises(InvalidRequestError) as caught:
-        chat_prompt([{"role": "user", "content": "x", "tool_calls": [1]}])
-    assert caught.value.field == "messages[0].tool_calls"
+        chat_prompt([{"role": "assistant", "content": "x", "audio": {"id": "1"}}])
+    assert caught.value.field == "messages[0].audio"
     with pytest.raises(InvalidRequestError) as caught:
         chat_prompt([])
     assert caught.value.field == "messages"

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from pdserve.addresses import Reservation
 from pdserve.config import load_config
 from pdserve.config.schema import DEFAULT_HTTP_PORT, RouterSection
 from pdserve.errors import ConfigError
@@ -49,11 +50,18 @@ def test_other_values_are_refused_in_one_sentence(value: Any) -> None:
         load_config(environ={}, overrides={"router.http_port": value})
 
 
+def reserved_port(listen_at: str, **settings: Any) -> int:
+    """What `reserve_http` chooses beside a gRPC port."""
+    reservation = reserve_http(section(**settings), listen_at)
+    assert reservation is not None
+    reservation.close()
+    return reservation.port
+
+
 def test_the_default_port_makes_way_for_what_is_there_already(taken: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pdserve.config.schema.DEFAULT_HTTP_PORT", taken)
-    host, port = (reserve_http(section(listen="127.0.0.1:50051"), "127.0.0.1:50051") or "").split(":")
-    assert host == "127.0.0.1"
-    assert int(port) not in (0, taken, DEFAULT_HTTP_PORT)
+    port = reserved_port("127.0.0.1:50051", listen="127.0.0.1:50051")
+    assert port not in (0, taken, DEFAULT_HTTP_PORT)
 
 
 def test_a_port_that_was_asked_for_does_not(taken: int) -> None:
@@ -64,8 +72,13 @@ def test_a_port_that_was_asked_for_does_not(taken: int) -> None:
 
 
 def test_it_is_never_the_port_of_grpc(monkeypatch: pytest.MonkeyPatch) -> None:
-    # What the system gives for port 0 the first time is what gRPC got.
-    answers = iter(["127.0.0.1:5", "127.0.0.1:5", "127.0.0.1:6"])
-    monkeypatch.setattr("pdserve.launch.cluster.reserve", lambda listen, field: next(answers))
-    assert reserve_http(section(listen="127.0.0.1:0"), "127.0.0.1:5") == "127.0.0.1:6"
-    assert reserve_http(section(http_port=None), "127.0.0.1:5") is None
+    grpc = Reservation("127.0.0.1:0", "router.listen")
+    try:
+        assert reserved_port(grpc.listen, listen="127.0.0.1:0") != grpc.port
+        monkeypatch.setattr("pdserve.config.schema.DEFAULT_HTTP_PORT", grpc.port)
+        assert reserved_port(grpc.listen, listen=grpc.listen) != grpc.port
+        with pytest.raises(ConfigError, match=r"router\.http_port: \d+ is the port of router\.listen; choose another"):
+            reserve_http(section(listen=grpc.listen, http_port=grpc.port), grpc.listen)
+        assert reserve_http(section(http_port=None), grpc.listen) is None
+    finally:
+        grpc.close()

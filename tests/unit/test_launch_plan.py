@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from pdserve.addresses import dialable, reserve
+from pdserve.addresses import Reservation, dialable, free_port
 from pdserve.config import Config, load_config
 from pdserve.cpus import available_cpus
 from pdserve.errors import ConfigError
@@ -43,6 +43,17 @@ def test_a_cluster_is_a_router_and_its_workers_with_stable_names() -> None:
     assert plans[0].config.router.router_id == "router-0"
     assert plans[2].config.prefill.worker_id == "prefill-1"
     assert plans[3].config.decode.worker_id == "decode-0"
+
+
+def test_a_cluster_may_consist_of_decode_workers_alone() -> None:
+    plans = plan(local__prefill_workers=0, local__decode_workers=2)
+    assert [(p.name, p.command) for p in plans] == [
+        ("router-0", "router"),
+        ("decode-0", "decode"),
+        ("decode-1", "decode"),
+    ]
+    with pytest.raises(ConfigError, match=r"local\.prefill_workers: 0 .* decode\.local_prefill_tokens_per_step"):
+        plan(local__prefill_workers=0, decode__local_prefill_tokens_per_step=0)
 
 
 def test_every_process_gets_the_same_store_and_the_router_its_address() -> None:
@@ -145,19 +156,34 @@ def test_a_wildcard_address_is_dialled_on_this_machine() -> None:
 
 def test_port_0_becomes_a_free_port_and_a_taken_one_is_an_error() -> None:
     """O-OPS-4"""
-    listen = reserve("127.0.0.1:0", "router.listen")
-    host, port = listen.split(":")
-    assert reserve(listen, "router.listen") == listen
-    with socket.socket() as taken:
-        taken.bind((host, int(port)))
-        taken.listen()
-        with pytest.raises(ConfigError, match=rf"router\.listen: cannot listen on {listen}: Address already in use"):
-            reserve(listen, "router.listen")
+    port = free_port("127.0.0.1:0", "router.listen")
+    listen = f"127.0.0.1:{port}"
+    assert free_port(listen, "router.listen") == port
+    taken = rf"router\.listen: cannot listen on {listen}: Address already in use"
+    with socket.create_server(("127.0.0.1", port)), pytest.raises(ConfigError, match=taken):
+        Reservation(listen, "router.listen")
+
+
+def test_nobody_gets_a_reserved_port_by_chance_and_its_servers_always() -> None:
+    """O-OPS-4"""
+    reservation = Reservation("127.0.0.1:0", "router.listen")
+    try:
+        with socket.socket() as other, pytest.raises(OSError, match="already in use"):
+            # As the system does it for whoever asks for any port: without SO_REUSEADDR.
+            other.bind(("127.0.0.1", reservation.port))
+        for _ in range(2):
+            server = socket.create_server(("127.0.0.1", reservation.port))
+            with server, pytest.raises(ConfigError, match="Address already in use"):
+                Reservation(reservation.listen, "router.listen")
+    finally:
+        reservation.close()
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", reservation.port))
 
 
 def test_an_address_of_another_machine_is_an_error() -> None:
     with pytest.raises(ConfigError, match=r"router\.listen: cannot listen on 192\.0\.2\.1:0"):
-        reserve("192.0.2.1:0", "router.listen")
+        Reservation("192.0.2.1:0", "router.listen")
 
 
 def test_restarts_are_delayed_more_and_more_and_then_given_up() -> None:

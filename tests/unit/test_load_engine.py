@@ -63,7 +63,7 @@ def test_a_budget_in_bytes_gives_as_many_blocks_as_fit(source: ModelSource) -> N
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_half_precision_stays_near_float32(source: ModelSource, dtype: str) -> None:
     request = SampleRequest(params=SamplingParams(temperature=0.0))
-    chunk = SequenceChunk(token_ids=list(range(2, 40)), start_position=0, block_table=[2, 0, 1], sample=request)
+    chunk = SequenceChunk(token_ids=list(range(2, 40)), start_position=0, block_table=[2, 0, 1], samples=(request,))
     batch = build_batch([chunk], 16)
     full, half = load_engine(source, num_blocks=3), load_engine(source, num_blocks=3, dtype=dtype)
     assert half.layout.dtype == dtype

@@ -58,7 +58,7 @@ def columns(edits: list[RowEdits | None], params: SamplingParams, **request: tup
             token_ids=[0],
             start_position=i,
             block_table=[0],
-            sample=SampleRequest(params=params, edits=row, **request),  # type: ignore[arg-type]
+            samples=(SampleRequest(params=params, edits=row, **request),),  # type: ignore[arg-type]
         )
         for i, row in enumerate(edits)
     ]
@@ -216,7 +216,7 @@ def test_each_row_gets_as_many_of_the_most_likely_tokens_as_it_asked_for() -> No
     wanted = [None, 2, 0, None, 3]
     chunks = [
         SequenceChunk(
-            token_ids=[0], start_position=0, block_table=[0], sample=SampleRequest(params=PARAMS[0], num_logprobs=n)
+            token_ids=[0], start_position=0, block_table=[0], samples=(SampleRequest(params=PARAMS[0], num_logprobs=n),)
         )
         for n in wanted
     ]

@@ -407,6 +407,22 @@ def test_one_changed_bit_in_a_small_model_changes_the_fingerprint(tiny_copy: Pat
     assert open_model(str(tiny_copy)).fingerprint != first
 
 
+@pytest.mark.parametrize("kind", ["directory", "file"])
+def test_two_tokens_that_change_places_change_the_fingerprint(
+    tiny: Path, tiny_copy: Path, tmp_path: Path, kind: str
+) -> None:
+    """The weights are the same, the texts are not."""
+    path = tiny_copy / "tokenizer.json"
+    spec = json.loads(path.read_text("utf-8"))
+    vocab = spec["model"]["vocab"]
+    vocab["a"], vocab["b"] = vocab["b"], vocab["a"]
+    path.write_text(json.dumps(spec), "utf-8")
+    one, other = tiny, tiny_copy
+    if kind == "file":
+        one, other = write_gguf(tiny, tmp_path / "one.gguf"), write_gguf(tiny_copy, tmp_path / "other.gguf")
+    assert open_model(str(one)).fingerprint != open_model(str(other)).fingerprint
+
+
 def test_large_tensors_are_sampled_from_end_to_end(tiny: Path) -> None:
     config = open_model(str(tiny)).config
     kind = TensorType("F32", 1, 4)

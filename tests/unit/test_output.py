@@ -93,10 +93,10 @@ def test_any_order_and_any_repetition_give_the_same_tokens(data: st.DataObject) 
 def test_the_text_of_a_stop_token_is_not_shown_and_that_of_a_last_token_is(tokenizer: Tokenizer) -> None:
     ids = tokenizer.encode("abc")
     stopped = output(tokenizer)
-    assert stopped.add(0, [*ids, EOS], FinishReason.STOP) == ([*ids, EOS], "abc")
+    assert stopped.add(0, [*ids, EOS], FinishReason.STOP) == ([*ids, EOS], ["a", "b", "c", ""])
     assert stopped.ending == Ending(FinishReason.STOP, stop_token_id=EOS)
     full = output(tokenizer, max_tokens=len(ids))
-    assert full.add(0, ids, FinishReason.LENGTH) == (ids, "abc")
+    assert full.add(0, ids, FinishReason.LENGTH) == (ids, ["a", "b", "c"])
     assert full.ending == Ending(FinishReason.LENGTH)
 
 
@@ -104,15 +104,15 @@ def test_a_character_that_is_cut_at_the_end_is_shown_as_one_replacement(tokenize
     """O-TOK-1."""
     ids = tokenizer.encode("🌶")
     cut = output(tokenizer)
-    assert cut.add(0, ids[:2], None) == (ids[:2], "")
-    assert cut.add(2, ids[2:3], FinishReason.LENGTH) == (ids[2:3], "�")
+    assert cut.add(0, ids[:2], None) == (ids[:2], ["", ""])
+    assert cut.add(2, ids[2:3], FinishReason.LENGTH) == (ids[2:3], ["�"])
 
 
 def test_held_back_text_comes_out_when_the_output_ends_otherwise(tokenizer: Tokenizer) -> None:
     ids = tokenizer.encode("ab<")
     held = output(tokenizer, stop=["<end>"])
-    assert held.add(0, ids, None)[1] == "ab"
-    assert held.add(len(ids), [EOS], FinishReason.STOP)[1] == "<"
+    assert held.add(0, ids, None)[1] == ["a", "b", ""]
+    assert held.add(len(ids), [EOS], FinishReason.STOP)[1] == ["<"]
     assert held.ending == Ending(FinishReason.STOP, stop_token_id=EOS)
 
 
@@ -122,11 +122,12 @@ def test_a_stop_string_cuts_tokens_and_text_at_its_completion(tokenizer: Tokeniz
     whole = tokenizer.decode(ids)
     for cut in range(1, len(ids)):
         stopping = output(tokenizer, stop=["\nObs"])
-        got, text = stopping.add(0, ids[:cut], None)
+        got, texts = stopping.add(0, ids[:cut], None)
         if stopping.ending is None:
             more, rest = stopping.add(cut, ids[cut:], FinishReason.LENGTH)
-            got, text = got + more, text + rest
-        assert text == "one two"
+            got, texts = got + more, texts + rest
+        assert "".join(texts) == "one two"
+        assert len(texts) == len(got)
         assert stopping.ending == Ending(FinishReason.STOP, stop_string="\nObs")
         assert tokenizer.decode(got).endswith("\nObs")
         assert whole.startswith(tokenizer.decode(got))
@@ -138,20 +139,29 @@ def test_stop_strings_do_not_count_before_min_tokens(tokenizer: Tokenizer) -> No
     ids = tokenizer.encode("a.b.c.d")
     assert len(ids) == 7
     stopping = output(tokenizer, stop=["."], min_tokens=2)
-    got, text = stopping.add(0, ids, FinishReason.LENGTH)
-    assert (len(got), text) == (4, "a.b")
+    got, texts = stopping.add(0, ids, FinishReason.LENGTH)
+    assert (len(got), "".join(texts)) == (4, "a.b")
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_text_does_not_depend_on_how_tokens_arrive(tokenizer: Tokenizer, seed: int) -> None:
+def test_the_text_with_each_token_does_not_depend_on_how_tokens_arrive(tokenizer: Tokenizer, seed: int) -> None:
     rng = random.Random(seed)
     text = "".join(rng.choice(["a", "é", "🌶", " the", "<s", "stop", " "]) for _ in range(30))
     ids = tokenizer.encode(text)
+    at_once = output(tokenizer, stop=["nowhere"]).add(0, ids, FinishReason.LENGTH)[1]
     shown = output(tokenizer, stop=["nowhere"])
-    parts: list[str] = []
+    texts: list[str] = []
     at = 0
     while at < len(ids):
         size = min(rng.randint(1, 5), len(ids) - at)
-        parts.append(shown.add(at, ids[at : at + size], FinishReason.LENGTH if at + size == len(ids) else None)[1])
+        texts += shown.add(at, ids[at : at + size], FinishReason.LENGTH if at + size == len(ids) else None)[1]
         at += size
-    assert "".join(parts) == text
+    assert texts == at_once
+    assert "".join(texts) == text
+
+
+def test_an_end_comes_with_a_token(tokenizer: Tokenizer) -> None:
+    shown = output(tokenizer)
+    shown.add(0, [50, 51], None)
+    with pytest.raises(InternalError, match="ended the output after token 1"):
+        shown.add(0, [50, 51], FinishReason.STOP)

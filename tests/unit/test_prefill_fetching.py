@@ -6,7 +6,7 @@ from random import Random
 
 import pytest
 
-from pdserve.engine.block_hash import BlockHasher
+from pdserve.block_hash import BlockHasher
 from pdserve.engine.sequence_blocks import SequenceBlocks
 from pdserve.errors import OverloadedError
 from pdserve.types import DecodeTarget, GenerationJob, HandoffId, PrefixHolder
@@ -109,7 +109,7 @@ class World:
         self.scheduler.reserved(key(name), self.now)
         while True:
             step = self.scheduler.plan_step(self.now)
-            self.scheduler.step_done({c.key: 7 for c in step if c.is_last}, self.now)
+            self.scheduler.step_done({c.key: 7 for c in step if c.is_last}, self.now, duration_s=0.25)
             self.settle()
             for action in self.actions:
                 if isinstance(action, Emit) and isinstance(action.event, FirstToken) and action.event.id == key(name):

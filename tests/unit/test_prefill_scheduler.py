@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from random import Random
-from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pdserve.engine.block_hash import BlockHasher
-from pdserve.engine.sequence_blocks import SequenceBlocks
 from pdserve.errors import (
     CancelledError,
     DeadlineExceededError,
@@ -26,199 +21,17 @@ from pdserve.errors import (
     StaleAttemptError,
     UnavailableError,
 )
-from pdserve.types import DecodeTarget, FinishReason, GenerationJob, HandoffId
-from pdserve.worker.events import FirstToken, HandedOff, JobFailed, PrefillEvent, PrefillStarted
-from pdserve.worker.limits import JobLimits
-from prefill_worker.fetch_book import FetchBook
-from prefill_worker.fetch_cost import FetchCost
+from pdserve.testing.prefill_world import D1, D2, STOP, World, job, key
+from pdserve.types import FinishReason, GenerationJob, HandoffId
+from pdserve.worker.events import FirstToken, HandedOff, JobFailed, PrefillStarted
+from pdserve.worker.ranking import AGEING
 from prefill_worker.jobs import (
-    AbortHandoff,
-    Action,
     Advance,
-    Commit,
-    Emit,
-    Forget,
     JobState,
     PlannedChunk,
     Reserve,
 )
-from prefill_worker.scheduler import AGEING, HOLD_S, PrefillScheduler
-
-D1, D2 = (DecodeTarget(worker_id=f"d{i}", incarnation=f"i{i}", address=f"h:{i}") for i in (1, 2))
-STOP = 99
-
-
-def job(
-    name: str,
-    num_tokens: int = 20,
-    *,
-    attempt: int = 1,
-    max_new: int = 8,
-    num_prompt: int | None = None,
-    deadline: float | None = None,
-    router: str = "r1",
-    family: str | None = None,
-    **rest: Any,
-) -> GenerationJob:
-    """Prompts of one `family` are prefixes of each other; by default each job is its own."""
-    return GenerationJob(
-        request_id=name,
-        attempt=attempt,
-        router_id=router,
-        token_ids=tuple(Random(family or name).choices(range(1000), k=num_tokens)),
-        num_prompt_tokens=num_tokens if num_prompt is None else num_prompt,
-        max_new_tokens=max_new,
-        stop_token_ids=(STOP,),
-        deadline=deadline,
-        **rest,
-    )
-
-
-def key(name: str, attempt: int = 1) -> HandoffId:
-    return HandoffId(name, attempt)
-
-
-class WatchedBlocks(SequenceBlocks):
-    """Asks `may_close` before a sequence gives its blocks back."""
-
-    may_close: Callable[[HandoffId], None]
-
-    def close(self, key: HandoffId) -> None:
-        self.may_close(key)
-        super().close(key)
-
-
-@dataclass
-class World:
-    """A scheduler with its actions carried out on paper, and checked as they come."""
-
-    num_blocks: int = 32
-    max_batch_tokens: int = 64
-    max_waiting: int = 8
-    submitted: set[HandoffId] = field(default_factory=set)
-    handoffs: dict[HandoffId, DecodeTarget] = field(default_factory=dict)
-    """Live ones."""
-    commits: dict[HandoffId, int] = field(default_factory=dict)
-    frontier: dict[HandoffId, int] = field(default_factory=dict)
-    aborting: set[HandoffId] = field(default_factory=set)
-    events: list[tuple[str, PrefillEvent]] = field(default_factory=list)
-    actions: list[Action] = field(default_factory=list)
-    now: float = 100.0
-
-    def __post_init__(self) -> None:
-        self.blocks = WatchedBlocks(self.num_blocks, BlockHasher(model_fingerprint="m", block_size=16))
-        self.blocks.may_close = self.check_close
-        self.scheduler = PrefillScheduler(
-            worker_id="p1",
-            blocks=self.blocks,
-            fetches=FetchBook(
-                FetchCost(token_nbytes=64), block_size=16, block_nbytes=1024, mode="auto", patience_s=5.0
-            ),
-            max_batch_tokens=self.max_batch_tokens,
-            max_waiting=self.max_waiting,
-            limits=JobLimits(vocab_size=1000, max_model_len=2000),
-        )
-        self.step: list[PlannedChunk] = []
-
-    @property
-    def held(self) -> dict[HandoffId, int]:
-        """Blocks of each job that has any."""
-        return {k: self.blocks.num_held(k) for k in self.submitted if self.blocks.holds(k)}
-
-    def check_close(self, key: HandoffId) -> None:
-        assert key not in self.handoffs, "freed while a hand-off may read the blocks"
-        assert key not in {c.key for c in self.step}, "freed while a step computes into the blocks"
-
-    def submit(self, job: GenerationJob, targets: Sequence[DecodeTarget] = (D1, D2), router: str = "r1") -> None:
-        self.submitted.add(HandoffId(job.request_id, job.attempt))
-        self.scheduler.submit(router, job, targets, self.now)
-        self.settle()
-
-    def settle(self) -> None:
-        """Carry out the actions; their order and pairing must make sense."""
-        for action in self.scheduler.take_actions():
-            self.actions.append(action)
-            match action:
-                case Reserve(k, target):
-                    assert k in self.held and k not in self.handoffs
-                    self.handoffs[k] = target
-                    self.frontier.pop(k, None)
-                case Advance(k, n, step_tokens, step_layers):
-                    if k in self.handoffs:
-                        assert n > self.frontier.get(k, 0) or (step_layers and n == self.frontier.get(k, 0))
-                        assert step_tokens > n or not step_layers
-                        self.frontier[k] = n
-                case Commit(k, token):
-                    assert k in self.handoffs and k not in self.commits
-                    self.commits[k] = token
-                case AbortHandoff(k):
-                    assert k in self.handoffs
-                    self.aborting.add(k)
-                case Emit(router, event):
-                    self.events.append((router, event))
-                case Forget(k):
-                    assert k not in self.held and k not in self.handoffs
-        self.blocks.check_integrity()
-
-    def reserved(self, name: HandoffId) -> None:
-        self.scheduler.reserved(name, self.now)
-        self.settle()
-
-    def plan(self) -> list[PlannedChunk]:
-        self.step = self.scheduler.plan_step(self.now)
-        self.settle()
-        return self.step
-
-    def finish_step(self, token: int = 7) -> None:
-        drawn = {c.key: token for c in self.step if c.is_last}
-        self.step = []
-        self.scheduler.step_done(drawn, self.now)
-        self.settle()
-
-    def compute(self, name: HandoffId) -> None:
-        """Let the decode worker agree, and steps run until the first token of the job is drawn."""
-        self.reserved(name)
-        while name not in self.commits:
-            self.plan()
-            self.finish_step()
-
-    def handoff_ends(self, name: HandoffId) -> None:
-        self.handoffs.pop(name, None)
-        self.commits.pop(name, None)
-        self.aborting.discard(name)
-
-    def committed(self, name: HandoffId) -> None:
-        self.handoff_ends(name)
-        self.scheduler.committed(name, transport="grpc", kv_bytes=10, transfer_s=0.5, now=self.now)
-        self.settle()
-
-    def failed(self, name: HandoffId, error: PdServeError, *, outcome_known: bool = True) -> None:
-        self.handoff_ends(name)
-        self.scheduler.handoff_failed(name, error, outcome_known=outcome_known, now=self.now, jitter=0.5)
-        self.settle()
-
-    def closed(self, name: HandoffId) -> None:
-        self.handoff_ends(name)
-        self.scheduler.handoff_closed(name, self.now)
-        self.settle()
-
-    def tick(self, now: float) -> None:
-        self.now = now
-        self.scheduler.tick(now)
-        self.settle()
-
-    def cancel(self, name: HandoffId) -> None:
-        self.scheduler.cancel(name, self.now)
-        self.settle()
-
-    def of(self, name: str) -> list[PrefillEvent]:
-        return [e for _, e in self.events if e.id.request_id == name]
-
-    def assert_empty(self) -> None:
-        assert self.scheduler.num_jobs == 0
-        assert self.held == {} and self.handoffs == {}
-        assert self.blocks.num_used == 0
-        assert self.scheduler.next_timer() is None
+from prefill_worker.scheduler import HOLD_S
 
 
 def test_undisturbed_job_goes_from_reservation_to_handed_off() -> None:
@@ -230,12 +43,12 @@ def test_undisturbed_job_goes_from_reservation_to_handed_off() -> None:
     w.reserved(key("a"))
     assert w.plan() == [PlannedChunk(key("a"), 0, 20, True)]
     w.now = 103.0
-    w.finish_step(token=5)
-    assert w.frontier == {key("a"): 20} and w.commits == {key("a"): 5}
+    w.finish_step(5)
+    assert w.frontier == {key("a"): 20} and w.commits == {key("a"): (5,)}
     w.committed(key("a"))
     assert w.of("a") == [
         PrefillStarted(id=key("a"), decode_worker="d1"),
-        FirstToken(id=key("a"), index=0, token_id=5, finish_reason=None, queue_s=1.0, prefill_s=2.0),
+        FirstToken(id=key("a"), index=0, token_id=5, finish_reason=None, queue_s=1.0, prefill_s=2.0, compute_s=0.25),
         HandedOff(id=key("a"), decode_worker="d1", transport="grpc", kv_bytes=10, transfer_s=0.5),
     ]
     w.assert_empty()
@@ -257,6 +70,18 @@ def test_short_prompts_share_a_step_and_a_long_one_is_cut_to_the_budget() -> Non
         [("long", 73, 27, True)],
     ]
     assert w.frontier == {key("a"): 20, key("b"): 30, key("long"): 100, key("c"): 5}
+
+
+def test_each_job_of_a_step_is_told_its_own_part_of_it() -> None:
+    w = World(max_batch_tokens=64)
+    for name, n in (("long", 84), ("a", 16)):
+        w.submit(job(name, n))
+        w.reserved(key(name))
+    for _ in range(2):
+        w.plan()
+        w.finish_step()
+    compute_s = {e.id.request_id: e.compute_s for _, e in w.events if isinstance(e, FirstToken)}
+    assert compute_s == {"a": 0.25 * 16 / 64, "long": 0.25 * 48 / 64 + 0.25}
 
 
 def test_replayed_job_counts_its_earlier_output() -> None:
@@ -289,7 +114,7 @@ def test_first_token_that_ends_the_output_takes_the_reservation_back() -> None:
     w.submit(job("a"))
     w.reserved(key("a"))
     w.plan()
-    w.finish_step(token=STOP)
+    w.finish_step(STOP)
     first = w.of("a")[1]
     assert isinstance(first, FirstToken) and first.finish_reason is FinishReason.STOP
     assert w.aborting == {key("a")} and w.held, "the blocks stay until the hand-off is quiet"
@@ -552,12 +377,12 @@ def test_lost_decode_worker_before_the_commit_costs_no_second_prefill() -> None:
     w.submit(job("a"))
     w.reserved(key("a"))
     w.plan()
-    w.finish_step(token=5)
+    w.finish_step(5)
     w.failed(key("a"), HandoffError("d1 died"))
     assert w.handoffs == {key("a"): D2} and w.scheduler.state_of(key("a")) is JobState.REHOMING
     assert w.plan() == []
     w.reserved(key("a"))
-    assert w.frontier == {key("a"): 20} and w.commits == {key("a"): 5}
+    assert w.frontier == {key("a"): 20} and w.commits == {key("a"): (5,)}
     w.committed(key("a"))
     assert [type(e) for e in w.of("a")] == [PrefillStarted, FirstToken, HandedOff]
     last = w.of("a")[-1]
@@ -600,13 +425,17 @@ def test_commit_of_unknown_outcome_is_left_to_the_router() -> None:
     w.assert_empty()
 
 
-@pytest.mark.parametrize("error", [StaleAttemptError("ended"), CancelledError("cancelled at the decode worker")])
-def test_attempt_that_the_decode_worker_has_buried_is_left_to_the_router(error: PdServeError) -> None:
+@pytest.mark.parametrize(
+    ("error", "blame"),
+    [(StaleAttemptError("ended"), ""), (CancelledError("cancelled at the decode worker"), D1.worker_id)],
+)
+def test_attempt_that_the_decode_worker_has_buried_is_left_to_the_router(error: PdServeError, blame: str) -> None:
+    """A decode worker that gives a reservation up by itself is about to end, and to be left out."""
     w = World()
     w.submit(job("a"))
     w.failed(key("a"), error)
     failure = w.of("a")[-1]
-    assert isinstance(failure, JobFailed) and failure.retryable and failure.blame == ""
+    assert isinstance(failure, JobFailed) and failure.retryable and failure.blame == blame
     w.assert_empty()
 
 
@@ -672,6 +501,24 @@ def test_draining_worker_refuses_new_jobs_and_finishes_the_others() -> None:
     w.plan()
     w.finish_step()
     w.committed(key("a"))
+    w.assert_empty()
+
+
+def test_what_is_left_at_the_end_of_a_drain_is_given_back_once_nothing_uses_its_blocks() -> None:
+    w = World(max_batch_tokens=100)
+    for name in ("a", "b"):
+        w.submit(job(name))
+        w.reserved(key(name))
+    w.compute(key("a"))
+    w.submit(job("c"))
+    w.scheduler.drain()
+    w.scheduler.give_back()
+    w.settle()
+    for name in "abc":
+        w.closed(key(name))
+        failure = w.of(name)[-1]
+        assert isinstance(failure, JobFailed)
+        assert (failure.code, failure.retryable, failure.blame) == ("draining", True, "p1")
     w.assert_empty()
 
 

@@ -81,7 +81,7 @@ def push(**changes: typing.Any) -> Push:
         "nonce": NONCE,
         "plan": PLAN,
         "frontier": Frontier(40),
-        "first_token": None,
+        "first_tokens": None,
         "restarts": 0,
         "one_sided": False,
         "progress_at": 0.0,
@@ -93,7 +93,7 @@ def push(**changes: typing.Any) -> Push:
 
 RESERVING = start(OFFER, 0.0)
 PUSHING = Pushing(offer=OFFER, push=push(posted=0b01, reading=0b01))
-ALL_OUT = push(posted=0b11, first_token=5, commit_sent=True)
+ALL_OUT = push(posted=0b11, first_tokens=(5,), commit_sent=True)
 COMMITTING = Committing(offer=OFFER, push=ALL_OUT, deadline=5.0, resend_at=1.0)
 ABORTING = Aborting(offer=OFFER, nonce=NONCE, reading=0b01, failure=FAILURE, resend_at=1.0)
 DONE = Done(offer=OFFER)
@@ -119,7 +119,7 @@ EXPECTED: list[tuple[PrefillEvent, tuple[str, ...]]] = [
     (Computed(Frontier(40)), (R, P, X, A, D, F)),
     (Window(1), (X, P, X, X, X, X)),
     (SourceFree(NONCE, 0), (R, P, C, F, D, F)),
-    (CommitRequested(5), (R, P, X, A, D, F)),
+    (CommitRequested((5,)), (R, P, X, A, D, F)),
     (Cancelled(FAILURE), (F, A, F, A, D, F)),
     (LinkUp(one_sided=False), (R, X, C, X, D, F)),
     (DecodeLost(FAILURE), (F, F, F, F, D, F)),
@@ -167,7 +167,7 @@ def test_another_transport_posts_again_what_was_not_acknowledged() -> None:
     assert isinstance(step(state, Tick(), 11.9)[0], Pushing), "the clock of a stall starts again"
     state, _ = step(state, Window(1), 7.0)
     state, actions = step(state, SourceFree(NONCE, 1), 7.0)
-    assert isinstance(state, Committing) and actions == (Send(Commit(ID, NONCE, 5)),)
+    assert isinstance(state, Committing) and actions == (Send(Commit(ID, NONCE, (5,))),)
     done = replace(COMMITTING, push=replace(ALL_OUT, acked=0b11))
     assert isinstance(step(done, change, 7.0)[0], Committing)
     for ended in (ABORTING, DONE, FAILED):
@@ -216,7 +216,7 @@ def test_source_is_never_given_back_while_a_read_is_in_flight() -> None:
 
 def test_commit_is_sent_only_when_everything_is_posted_and_locally_complete() -> None:
     state, _ = step(RESERVING, GRANT, 0.0)
-    state, _ = step(state, CommitRequested(5), 0.0)
+    state, _ = step(state, CommitRequested((5,)), 0.0)
     state, _ = step(state, Computed(Frontier(40)), 0.0)
     for seq in (0, 1):
         state, actions = step(state, Window(seq), 0.0)
@@ -225,7 +225,7 @@ def test_commit_is_sent_only_when_everything_is_posted_and_locally_complete() ->
     assert isinstance(state, Pushing) and not actions
     state, actions = step(state, SourceFree(NONCE, 1), 0.0)
     assert isinstance(state, Committing)
-    assert actions == (Send(Commit(ID, NONCE, 5)),)
+    assert actions == (Send(Commit(ID, NONCE, (5,))),)
 
 
 def test_a_refused_chunk_is_posted_again_three_times_and_no_more() -> None:
@@ -312,7 +312,7 @@ def test_a_short_lease_is_renewed_before_anything_else_is_posted() -> None:
 
 def test_commit_is_repeated_and_then_ends_with_an_unknown_outcome() -> None:
     state, actions = step(COMMITTING, Tick(), 1.0)
-    assert actions == (Send(Commit(ID, NONCE, 5)),)
+    assert actions == (Send(Commit(ID, NONCE, (5,))),)
     state, actions = step(state, Tick(), 5.0)
     assert isinstance(state, Failed) and state.failure.outcome_unknown
     assert Send(Abort(ID, NONCE)) in actions
@@ -329,7 +329,7 @@ def test_missing_chunks_are_posted_again_and_committed_again() -> None:
     assert isinstance(state, Pushing) and state.sendable(0.0) == 0b10
     state, _ = step(state, Window(1), 0.0)
     state, actions = step(state, SourceFree(NONCE, 1), 0.0)
-    assert isinstance(state, Committing) and actions == (Send(Commit(ID, NONCE, 5)),)
+    assert isinstance(state, Committing) and actions == (Send(Commit(ID, NONCE, (5,))),)
 
 
 def test_losing_the_decode_worker_while_committing_leaves_the_outcome_to_the_router() -> None:
@@ -352,10 +352,10 @@ def test_only_what_the_decode_worker_lacks_is_sent() -> None:
     assert isinstance(state, Pushing)
     assert (state.push.plan.num_chunks, state.push.plan.chunk(0).token_begin, state.sendable(0.0)) == (1, 16, 0)
     state, _ = step(state, Computed(Frontier(40)), 0.0)
-    state, _ = step(state, CommitRequested(5), 0.0)
+    state, _ = step(state, CommitRequested((5,)), 0.0)
     state, _ = step(state, Window(0), 0.0)
     state, actions = step(state, SourceFree(NONCE, 0), 0.0)
-    assert isinstance(state, Committing) and actions == (Send(Commit(ID, NONCE, 5)),)
+    assert isinstance(state, Committing) and actions == (Send(Commit(ID, NONCE, (5,))),)
 
 
 def test_a_new_ticket_after_a_lost_link_may_hold_less() -> None:

@@ -30,7 +30,7 @@ def columns(
             token_ids=[0],
             start_position=p - 1,
             block_table=[0],
-            sample=SampleRequest(params=s, forbidden_token_ids=f),
+            samples=(SampleRequest(params=s, forbidden_token_ids=f),),
         )
         for s, p, f in zip(params, at, ids, strict=True)
     ]

@@ -11,9 +11,11 @@ from pdserve.errors import InvalidRequestError, NotFoundError, PromptTooLongErro
 from pdserve.rpc.v1 import common_pb2
 from pdserve.rpc.v1 import inference_pb2 as pb
 from router.validation import (
+    ChatInput,
     CheckedRequest,
     GenerationSpec,
     Limits,
+    check_name,
     check_request,
     check_request_id,
     check_token_ids,
@@ -296,3 +298,60 @@ def test_ending_tokens_are_the_models_and_the_clients() -> None:
     assert lengths(5, stop_token_ids=[9], ignore_eos=True).stop_token_ids == (9,)
     assert lengths(5, ignore_eos=True).stop_token_ids == ()
     assert lengths(5, stop=["a", "b", "a"]).stop_strings == ("a", "b")
+
+
+def test_what_is_left_out_is_one_output_of_ordinary_priority_without_special_tokens() -> None:
+    checked = check()
+    assert (checked.num_outputs, checked.priority, checked.cache_salt) == (1, 0, "")
+    assert (checked.skip_special_tokens, checked.include_stop_string) == (True, False)
+    given = check(n=3, priority=-100, cache_salt="s", skip_special_tokens=False, include_stop_string=True)
+    assert (given.num_outputs, given.priority, given.cache_salt) == (3, -100, "s")
+    assert (given.skip_special_tokens, given.include_stop_string) == (False, True)
+
+
+def test_all_that_is_out_of_range_is_in_one_error() -> None:
+    """O-VAL-2."""
+    with pytest.raises(InvalidRequestError) as caught:
+        check(n=0, priority=101, cache_salt="s" * 129)
+    assert caught.value.message == (
+        "n: must be between 1 and 128, got 0; cache_salt: at most 128 characters, got 129; "
+        "priority: must be between -100 and 100, got 101"
+    )
+
+
+def test_variables_of_the_template_come_through_unless_the_request_itself_sets_them() -> None:
+    chat = pb.ChatPrompt(messages=[pb.ChatMessage(role="user", content="x")])
+    chat.template_kwargs.update({"enable_thinking": False, "names": ["a", {"b": 1.5}]})
+    prompt = check(chat=chat).prompt
+    assert isinstance(prompt, ChatInput)
+    assert prompt.template_kwargs == {"enable_thinking": False, "names": ["a", {"b": 1.5}]}
+    assert prompt.add_generation_prompt
+    chat.add_generation_prompt = False
+    chat.template_kwargs.update({"messages": []})
+    with pytest.raises(InvalidRequestError) as caught:
+        check(chat=chat)
+    assert caught.value.field == "chat.template_kwargs.messages"
+    chat.template_kwargs.Clear()
+    quiet = check(chat=chat).prompt
+    assert isinstance(quiet, ChatInput)
+    assert not quiet.add_generation_prompt
+
+
+@pytest.mark.parametrize("value", [NAN, INF])
+def test_variables_of_the_template_are_values_that_json_has(value: float) -> None:
+    """O-VAL-4."""
+    chat = pb.ChatPrompt(messages=[pb.ChatMessage(role="user", content="x")])
+    chat.template_kwargs.update({"x": value})
+    with pytest.raises(InvalidRequestError) as caught:
+        check(chat=chat)
+    assert caught.value.field == "chat.template_kwargs"
+
+
+def test_the_names_of_outputs_are_names_as_well() -> None:
+    assert check_name("x" * 128, 1) == "x" * 128
+    assert check_name("x" * 126, 10) == "x" * 126
+    assert check_name("", 128).startswith("req-")
+    for length, num_outputs in ((127, 10), (126, 11), (129, 1)):
+        with pytest.raises(InvalidRequestError) as caught:
+            check_name("x" * length, num_outputs)
+        assert caught.value.field == "request_id"

@@ -1,7 +1,7 @@
 """Kernels that draw tokens from logits: greedy, and Gumbel-max with stateless noise under top-k, top-p and min-p.
 
 The rules are those of `pdserve.engine.sampler` (order of the filters, ties, integer masses) and the noise is that of
-`pdserve.engine.noise`. What differs is how little is looked at:
+`pdserve.engine.noise`. Masked tokens are -inf before anything is drawn. What differs is how little is looked at:
 
 - Filters need the most likely tokens in order. The K-th largest of the maxima of small chunks is a bound below which no
   token can be among the K best, so two passes over the logits and a sort of a few hundred replace a full sort.
@@ -161,6 +161,8 @@ def kth_largest(values, k):
 def candidates(logits, at, n, k, ids):
     """Ids of the k greatest logits, and of all that equal the least of them, in descending order; gives their number.
 
+    Those that are -inf do not count, so fewer than k are all there are.
+
     ids: int64 scratch and result, room for n. Equal logits come in the order of their ids.
     """
     chunks = (n + CHUNK - 1) // CHUNK
@@ -170,7 +172,8 @@ def candidates(logits, at, n, k, ids):
         for c in range(chunks):
             i = c * CHUNK
             maxima[c] = v.max_lanes(v.keep_first(v.load(logits, at + i), n - i, v.splat(_LOWEST)))
-        threshold = kth_largest(maxima, k)
+        # Tokens that may not be drawn are -inf, and no candidates however few others there are.
+        threshold = max(kth_largest(maxima, k), _LOWEST)
     found = 0
     for i in range(n):
         if logits[at + i] >= threshold:
@@ -208,19 +211,19 @@ def _best_of(logits, at, ids, begin, count, best, inverse_temperature, key0, key
 def draw_filtered(logits, at, n, inverse_temperature, top_k, top_p, log_min_p, key0, key1, k, ids):
     """Draw under filters, looking at the k most likely tokens; -1 if those do not cover what the filters keep.
 
-    With k = n they always do, also where some logits are -inf and so no candidates. A row of nothing but -inf or NaN
-    gives token 0.
+    With k = n they always do, and where fewer than k are not -inf. A row of nothing but -inf or NaN gives token 0.
     """
     count = candidates(logits, at, n, k, ids)
     if count == 0:
         return np.int64(0) if k == n else np.int64(-1)
+    whole = k == n or count < k
     best = logits[at + ids[0]]
     kept = count
     if 0 < top_k < count:
         kept = top_k
         while kept < count and logits[at + ids[kept]] == logits[at + ids[top_k - 1]]:
             kept += 1
-    elif top_k > count and k < n:
+    elif top_k > count and not whole:
         return np.int64(-1)
     limit = kept
     if top_p < 1.0:
@@ -244,7 +247,7 @@ def draw_filtered(logits, at, n, inverse_temperature, top_k, top_p, log_min_p, k
         if np.float64(_scaled(logits[at + ids[i]], best, inverse_temperature)) < log_min_p:
             kept = i
             break
-    if kept == count and k < n and not 0 < top_k <= count:
+    if kept == count and not whole and not 0 < top_k <= count:
         return np.int64(-1)
     winner, _ = _best_of(logits, at, ids, 0, kept, best, inverse_temperature, key0, key1)
     return winner
@@ -280,6 +283,29 @@ def draw_unfiltered(logits, at, n, inverse_temperature, key0, key1, ids):
                     top = score
             shift = v.splat(np.float32(top))
     return winner
+
+
+@njit(**OPTIONS)
+def mask(board, run, goal, yields, thread, threads, counters, logits, stride, n, rows, masks):
+    """Make the logits of tokens that may not be drawn -inf; threads take entries from counters[0].
+
+    rows: int64 [M] rows of `logits`, each once; masks: uint32 [M, ceil(n / 32)], see `SamplingBatch.masks`. The rest is
+    as for `draw`.
+    """
+    enter(board, run, thread, threads)
+    entry = v.fetch_add(counters, 0, np.int64(1))
+    while entry < len(rows):
+        at = rows[entry] * stride
+        for w in range(masks.shape[1]):
+            word = np.int64(masks[entry, w])
+            if word == _MASK:
+                continue
+            for i in range(w * 32, min(n, w * 32 + 32)):
+                if word & 1 == 0:
+                    logits[at + i] = -np.inf
+                word >>= 1
+        entry = v.fetch_add(counters, 0, np.int64(1))
+    leave(board, run, goal, yields, thread, threads)
 
 
 @njit(**OPTIONS)

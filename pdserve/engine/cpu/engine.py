@@ -193,6 +193,11 @@ class CpuEngine:
             logits[sampling.forbidden_rows, sampling.forbidden_ids] = -np.inf
         greedy = sampling.is_greedy
         run = self._team.run if len(tokens) >= SHARED_ROWS else self._team.run_alone
+        if len(sampling.masked_rows):
+            run(
+                draw_kernels.mask, np.zeros(1, np.int64), self._work.logits_flat, self._shape.vocab_padded,
+                self._config.vocab_size, sampling.masked_rows, sampling.masks(),
+            )  # fmt: skip
         if greedy.all():
             run(
                 draw_kernels.greedy, np.zeros(1, np.int64), self._work.logits_flat, self._shape.vocab_padded,

@@ -9,6 +9,8 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
+import numpy as np
+
 from pdserve.cpus import allowed_cores, available_cpus, share_cpus
 from pdserve.engine.batch import SampleRequest, ScoreRequest, SequenceChunk, build_batch
 from pdserve.engine.cpu.attention_tile import SEGMENT
@@ -106,14 +108,18 @@ def _cpus(pin_threads: bool | Sequence[int], threads: int) -> Sequence[int] | No
 
 def warm_up(engine: CpuEngine) -> None:
     """Compile every kernel, or read it from the cache. One process at a time: the others then find it compiled."""
-    draws = (SamplingParams(temperature=0.0), SamplingParams(temperature=1.0, top_p=0.5))
+    any_token = np.full(-(-engine.config.vocab_size // 32), 0xFFFFFFFF, np.uint32)
+    draws = (
+        SampleRequest(params=SamplingParams(temperature=0.0), allowed=lambda: any_token),
+        SampleRequest(params=SamplingParams(temperature=1.0, top_p=0.5)),
+    )
     with _compiling():
-        for params in draws:
+        for sample in draws:
             chunk = SequenceChunk(
                 token_ids=[0],
                 start_position=0,
                 block_table=[0],
-                sample=SampleRequest(params=params),
+                samples=(sample,),
                 score=ScoreRequest(target_ids=[0], num_top=0),
             )
             engine.forward(build_batch([chunk], engine.layout.block_size))

@@ -198,6 +198,70 @@ class Logprobs(_message.Message):
 Global___Logprobs: _TypeAlias = Logprobs  # noqa: Y015
 
 @_typing.final
+class Choices(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TEXTS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def texts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
+    def __init__(
+        self,
+        *,
+        texts: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["texts", b"texts"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Choices: _TypeAlias = Choices  # noqa: Y015
+
+@_typing.final
+class Grammar(_message.Message):
+    """What the text of an output must look like, from its first character to its last. Tokens that would break it are never
+    drawn, and the output ends where the text is complete.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    JSON_SCHEMA_FIELD_NUMBER: _builtins.int
+    JSON_OBJECT_FIELD_NUMBER: _builtins.int
+    REGEX_FIELD_NUMBER: _builtins.int
+    CHOICE_FIELD_NUMBER: _builtins.int
+    LARK_FIELD_NUMBER: _builtins.int
+    json_schema: _builtins.str
+    """A JSON schema, as JSON text."""
+    json_object: _builtins.bool
+    """Any JSON object. Always true."""
+    regex: _builtins.str
+    """A regular expression that matches the whole text."""
+    lark: _builtins.str
+    """A context-free grammar in the Lark syntax of llguidance."""
+    @_builtins.property
+    def choice(self) -> Global___Choices:
+        """One of these texts."""
+
+    def __init__(
+        self,
+        *,
+        json_schema: _builtins.str = ...,
+        json_object: _builtins.bool = ...,
+        regex: _builtins.str = ...,
+        choice: Global___Choices | None = ...,
+        lark: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["choice", b"choice", "json_object", b"json_object", "json_schema", b"json_schema", "kind", b"kind", "lark", b"lark", "regex", b"regex"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["choice", b"choice", "json_object", b"json_object", "json_schema", b"json_schema", "kind", b"kind", "lark", b"lark", "regex", b"regex"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["json_schema", "json_object", "regex", "choice", "lark"]  # noqa: Y015
+    _WhichOneofArgType_kind: _TypeAlias = _typing.Literal["kind", b"kind"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_kind) -> _WhichOneofReturnType_kind | None: ...
+
+Global___Grammar: _TypeAlias = Grammar  # noqa: Y015
+
+@_typing.final
 class StopParams(_message.Message):
     """When generation ends."""
 
@@ -324,6 +388,7 @@ class WorkerInfo(_message.Message):
     TRANSPORTS_FIELD_NUMBER: _builtins.int
     VERSION_FIELD_NUMBER: _builtins.int
     CODECS_FIELD_NUMBER: _builtins.int
+    PREFILL_CHUNK_TOKENS_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     """Stable name, the same after a restart."""
     incarnation: _builtins.str
@@ -342,6 +407,10 @@ class WorkerInfo(_message.Message):
     """Longest sequence (prompt and output) in tokens."""
     version: _builtins.str
     """Version of pdserve."""
+    prefill_chunk_tokens: _builtins.int
+    """Decode workers: prompt tokens that it computes in a step beside the tokens of running sequences. 0: it takes no
+    prompts from routers, only hand-offs.
+    """
     @_builtins.property
     def kv_layout(self) -> Global___KvLayout: ...
     @_builtins.property
@@ -367,10 +436,11 @@ class WorkerInfo(_message.Message):
         transports: _abc.Iterable[_builtins.str] | None = ...,
         version: _builtins.str = ...,
         codecs: _abc.Iterable[_builtins.str] | None = ...,
+        prefill_chunk_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["kv_layout", b"kv_layout"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "codecs", b"codecs", "incarnation", b"incarnation", "kv_layout", b"kv_layout", "max_model_len", b"max_model_len", "model", b"model", "model_fingerprint", b"model_fingerprint", "num_blocks", b"num_blocks", "role", b"role", "transports", b"transports", "version", b"version", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "codecs", b"codecs", "incarnation", b"incarnation", "kv_layout", b"kv_layout", "max_model_len", b"max_model_len", "model", b"model", "model_fingerprint", b"model_fingerprint", "num_blocks", b"num_blocks", "prefill_chunk_tokens", b"prefill_chunk_tokens", "role", b"role", "transports", b"transports", "version", b"version", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -404,6 +474,7 @@ class WorkerStats(_message.Message):
     FAILED_FETCHES_TOTAL_FIELD_NUMBER: _builtins.int
     DECLINED_FETCHES_TOTAL_FIELD_NUMBER: _builtins.int
     SERVED_FETCHES_TOTAL_FIELD_NUMBER: _builtins.int
+    LOCAL_PREFILL_TOKENS_FIELD_NUMBER: _builtins.int
     num_waiting: _builtins.int
     """Requests waiting to start."""
     num_running: _builtins.int
@@ -411,7 +482,9 @@ class WorkerStats(_message.Message):
     num_transferring: _builtins.int
     """Hand-offs reserved or in flight."""
     queued_tokens: _builtins.int
-    """Prompt tokens waiting or in progress (prefill), or tokens held by running sequences (decode)."""
+    """Prompt tokens waiting or in progress (prefill), or tokens held by running sequences (decode). What outputs of one
+    prompt share counts once.
+    """
     blocks_in_use: _builtins.int
     """Blocks owned by requests or reservations; one that several share counts once."""
     blocks_total: _builtins.int
@@ -449,6 +522,8 @@ class WorkerStats(_message.Message):
     """Prefixes that another worker was said to hold and that were computed because that was expected to be faster (prefill)."""
     served_fetches_total: _builtins.int
     """Prefixes given to other workers since start."""
+    local_prefill_tokens: _builtins.int
+    """Prompt tokens that routers have submitted to a decode worker and that it has still to compute."""
     def __init__(
         self,
         *,
@@ -474,10 +549,11 @@ class WorkerStats(_message.Message):
         failed_fetches_total: _builtins.int = ...,
         declined_fetches_total: _builtins.int = ...,
         served_fetches_total: _builtins.int = ...,
+        local_prefill_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks_cached", b"blocks_cached", "blocks_in_use", b"blocks_in_use", "blocks_total", b"blocks_total", "cached_tokens_total", b"cached_tokens_total", "declined_fetches_total", b"declined_fetches_total", "draining", b"draining", "failed_fetches_total", b"failed_fetches_total", "failed_handoffs_total", b"failed_handoffs_total", "fetched_bytes_total", b"fetched_bytes_total", "fetched_tokens_total", b"fetched_tokens_total", "fetches_total", b"fetches_total", "generated_tokens_total", b"generated_tokens_total", "kv_bytes_total", b"kv_bytes_total", "num_running", b"num_running", "num_transferring", b"num_transferring", "num_waiting", b"num_waiting", "preemptions_total", b"preemptions_total", "prefill_tokens_total", b"prefill_tokens_total", "queued_tokens", b"queued_tokens", "recomputed_tokens_total", b"recomputed_tokens_total", "served_fetches_total", b"served_fetches_total", "steps_total", b"steps_total"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks_cached", b"blocks_cached", "blocks_in_use", b"blocks_in_use", "blocks_total", b"blocks_total", "cached_tokens_total", b"cached_tokens_total", "declined_fetches_total", b"declined_fetches_total", "draining", b"draining", "failed_fetches_total", b"failed_fetches_total", "failed_handoffs_total", b"failed_handoffs_total", "fetched_bytes_total", b"fetched_bytes_total", "fetched_tokens_total", b"fetched_tokens_total", "fetches_total", b"fetches_total", "generated_tokens_total", b"generated_tokens_total", "kv_bytes_total", b"kv_bytes_total", "local_prefill_tokens", b"local_prefill_tokens", "num_running", b"num_running", "num_transferring", b"num_transferring", "num_waiting", b"num_waiting", "preemptions_total", b"preemptions_total", "prefill_tokens_total", b"prefill_tokens_total", "queued_tokens", b"queued_tokens", "recomputed_tokens_total", b"recomputed_tokens_total", "served_fetches_total", b"served_fetches_total", "steps_total", b"steps_total"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -510,6 +586,10 @@ class GenerationJob(_message.Message):
     LOGIT_BIAS_VALUES_FIELD_NUMBER: _builtins.int
     NUM_LOGPROBS_FIELD_NUMBER: _builtins.int
     NUM_PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
+    GRAMMAR_FIELD_NUMBER: _builtins.int
+    FORKS_FIELD_NUMBER: _builtins.int
+    CACHE_SALT_FIELD_NUMBER: _builtins.int
+    PRIORITY_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     attempt: _builtins.int
     """Fencing number given by the router; grows with each retry. Receivers drop what belongs to an older attempt."""
@@ -540,6 +620,10 @@ class GenerationJob(_message.Message):
     """How many of the most likely tokens to report beside each drawn one. Absent: no log-probabilities at all."""
     num_prompt_logprobs: _builtins.int
     """The same for the tokens of the prompt, from the second on."""
+    cache_salt: _builtins.str
+    """Prefix cache is shared only between jobs of equal salt."""
+    priority: _builtins.int
+    """Smaller is served first. 0 is usual."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Prompt, followed by what earlier attempts already generated."""
@@ -554,6 +638,14 @@ class GenerationJob(_message.Message):
 
     @_builtins.property
     def logit_bias_values(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]: ...
+    @_builtins.property
+    def grammar(self) -> Global___Grammar:
+        """What the output must look like. Absent: anything."""
+
+    @_builtins.property
+    def forks(self) -> _containers.RepeatedCompositeFieldContainer[Global___Fork]:
+        """Further outputs of the same prompt. They share its prefill and its hand-off and differ in name and noise only."""
+
     def __init__(
         self,
         *,
@@ -578,10 +670,14 @@ class GenerationJob(_message.Message):
         logit_bias_values: _abc.Iterable[_builtins.float] | None = ...,
         num_logprobs: _builtins.int | None = ...,
         num_prompt_logprobs: _builtins.int | None = ...,
+        grammar: Global___Grammar | None = ...,
+        forks: _abc.Iterable[Global___Fork] | None = ...,
+        cache_salt: _builtins.str = ...,
+        priority: _builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_num_logprobs", b"_num_logprobs", "_num_prompt_logprobs", b"_num_prompt_logprobs", "_repetition_penalty", b"_repetition_penalty", "num_logprobs", b"num_logprobs", "num_prompt_logprobs", b"num_prompt_logprobs", "repetition_penalty", b"repetition_penalty"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_num_logprobs", b"_num_logprobs", "_num_prompt_logprobs", b"_num_prompt_logprobs", "_repetition_penalty", b"_repetition_penalty", "grammar", b"grammar", "num_logprobs", b"num_logprobs", "num_prompt_logprobs", b"num_prompt_logprobs", "repetition_penalty", b"repetition_penalty"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_num_logprobs", b"_num_logprobs", "_num_prompt_logprobs", b"_num_prompt_logprobs", "_repetition_penalty", b"_repetition_penalty", "attempt", b"attempt", "deadline_s", b"deadline_s", "frequency_penalty", b"frequency_penalty", "logit_bias_ids", b"logit_bias_ids", "logit_bias_values", b"logit_bias_values", "max_new_tokens", b"max_new_tokens", "min_new_tokens", b"min_new_tokens", "min_p", b"min_p", "num_logprobs", b"num_logprobs", "num_prompt_logprobs", b"num_prompt_logprobs", "num_prompt_tokens", b"num_prompt_tokens", "presence_penalty", b"presence_penalty", "repetition_penalty", b"repetition_penalty", "request_id", b"request_id", "router_id", b"router_id", "seed", b"seed", "stop_token_ids", b"stop_token_ids", "temperature", b"temperature", "token_ids", b"token_ids", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_num_logprobs", b"_num_logprobs", "_num_prompt_logprobs", b"_num_prompt_logprobs", "_repetition_penalty", b"_repetition_penalty", "attempt", b"attempt", "cache_salt", b"cache_salt", "deadline_s", b"deadline_s", "forks", b"forks", "frequency_penalty", b"frequency_penalty", "grammar", b"grammar", "logit_bias_ids", b"logit_bias_ids", "logit_bias_values", b"logit_bias_values", "max_new_tokens", b"max_new_tokens", "min_new_tokens", b"min_new_tokens", "min_p", b"min_p", "num_logprobs", b"num_logprobs", "num_prompt_logprobs", b"num_prompt_logprobs", "num_prompt_tokens", b"num_prompt_tokens", "presence_penalty", b"presence_penalty", "priority", b"priority", "repetition_penalty", b"repetition_penalty", "request_id", b"request_id", "router_id", b"router_id", "seed", b"seed", "stop_token_ids", b"stop_token_ids", "temperature", b"temperature", "token_ids", b"token_ids", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__num_logprobs: _TypeAlias = _typing.Literal["num_logprobs"]  # noqa: Y015
     _WhichOneofArgType__num_logprobs: _TypeAlias = _typing.Literal["_num_logprobs", b"_num_logprobs"]  # noqa: Y015
@@ -597,3 +693,33 @@ class GenerationJob(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__repetition_penalty) -> _WhichOneofReturnType__repetition_penalty | None: ...
 
 Global___GenerationJob: _TypeAlias = GenerationJob  # noqa: Y015
+
+@_typing.final
+class Fork(_message.Message):
+    """One more output of a job's prompt. To its router it is a request of its own: events name it, it is cancelled and
+    retried alone.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    ATTEMPT_FIELD_NUMBER: _builtins.int
+    SEED_FIELD_NUMBER: _builtins.int
+    request_id: _builtins.str
+    attempt: _builtins.int
+    seed: _builtins.int
+    """Seed of its noise."""
+    def __init__(
+        self,
+        *,
+        request_id: _builtins.str = ...,
+        attempt: _builtins.int = ...,
+        seed: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "request_id", b"request_id", "seed", b"seed"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Fork: _TypeAlias = Fork  # noqa: Y015

@@ -444,22 +444,26 @@ class Commit(_message.Message):
 
     ID_FIELD_NUMBER: _builtins.int
     NONCE_FIELD_NUMBER: _builtins.int
-    FIRST_TOKEN_FIELD_NUMBER: _builtins.int
+    FIRST_TOKENS_FIELD_NUMBER: _builtins.int
     nonce: _builtins.int
-    first_token: _builtins.int
-    """The token the prefill worker drew; it is part of the sequence but has no KV yet. 0 and of no meaning for a prefix."""
     @_builtins.property
     def id(self) -> Global___HandoffId: ...
+    @_builtins.property
+    def first_tokens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """The tokens the prefill worker drew, of the job and then of each of its forks; they are part of the sequences but have
+        no KV yet. -1: that one has ended, and only the others go on. Of no meaning for a prefix.
+        """
+
     def __init__(
         self,
         *,
         id: Global___HandoffId | None = ...,
         nonce: _builtins.int = ...,
-        first_token: _builtins.int = ...,
+        first_tokens: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["id", b"id"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["first_token", b"first_token", "id", b"id", "nonce", b"nonce"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["first_tokens", b"first_tokens", "id", b"id", "nonce", b"nonce"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

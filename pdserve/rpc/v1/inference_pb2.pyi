@@ -6,6 +6,7 @@ The public API."""
 from collections import abc as _abc
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
+from google.protobuf import struct_pb2 as _struct_pb2
 from google.protobuf.internal import containers as _containers
 from pdserve.rpc.v1 import common_pb2 as _common_pb2
 import builtins as _builtins
@@ -45,40 +46,186 @@ class ChatMessage(_message.Message):
 
     ROLE_FIELD_NUMBER: _builtins.int
     CONTENT_FIELD_NUMBER: _builtins.int
+    TOOL_CALLS_FIELD_NUMBER: _builtins.int
+    TOOL_CALL_ID_FIELD_NUMBER: _builtins.int
+    NAME_FIELD_NUMBER: _builtins.int
     role: _builtins.str
-    """"system", "user" or "assistant"."""
+    """"system", "user", "assistant" or "tool"."""
     content: _builtins.str
+    tool_call_id: _builtins.str
+    """Which of them a message of role "tool" answers."""
+    name: _builtins.str
+    """Who speaks, for templates that show it: the function of a message of role "tool", say."""
+    @_builtins.property
+    def tool_calls(self) -> _containers.RepeatedCompositeFieldContainer[Global___ToolCall]:
+        """Calls that an assistant has made."""
+
     def __init__(
         self,
         *,
         role: _builtins.str = ...,
         content: _builtins.str = ...,
+        tool_calls: _abc.Iterable[Global___ToolCall] | None = ...,
+        tool_call_id: _builtins.str = ...,
+        name: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["content", b"content", "role", b"role"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["content", b"content", "name", b"name", "role", b"role", "tool_call_id", b"tool_call_id", "tool_calls", b"tool_calls"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ChatMessage: _TypeAlias = ChatMessage  # noqa: Y015
 
 @_typing.final
+class ToolCall(_message.Message):
+    """A call of a function that an assistant has made."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ID_FIELD_NUMBER: _builtins.int
+    NAME_FIELD_NUMBER: _builtins.int
+    ARGUMENTS_FIELD_NUMBER: _builtins.int
+    id: _builtins.str
+    name: _builtins.str
+    arguments: _builtins.str
+    """A JSON object, as JSON text. Empty: {}."""
+    def __init__(
+        self,
+        *,
+        id: _builtins.str = ...,
+        name: _builtins.str = ...,
+        arguments: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["arguments", b"arguments", "id", b"id", "name", b"name"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ToolCall: _TypeAlias = ToolCall  # noqa: Y015
+
+@_typing.final
+class Tool(_message.Message):
+    """A function that the model may call. Calling it is the client's business."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    DESCRIPTION_FIELD_NUMBER: _builtins.int
+    PARAMETERS_FIELD_NUMBER: _builtins.int
+    STRICT_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """1 to 128 of [A-Za-z0-9_.-]."""
+    description: _builtins.str
+    parameters: _builtins.str
+    """JSON schema of the arguments, which are an object, as JSON text. Empty: there are none."""
+    strict: _builtins.bool
+    """Whether arguments always validate. They do in any case where tool_choice forces a call."""
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        description: _builtins.str = ...,
+        parameters: _builtins.str = ...,
+        strict: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["description", b"description", "name", b"name", "parameters", b"parameters", "strict", b"strict"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Tool: _TypeAlias = Tool  # noqa: Y015
+
+@_typing.final
+class ToolChoice(_message.Message):
+    """Whether the model calls functions."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NONE_FIELD_NUMBER: _builtins.int
+    AUTO_FIELD_NUMBER: _builtins.int
+    REQUIRED_FIELD_NUMBER: _builtins.int
+    FUNCTION_FIELD_NUMBER: _builtins.int
+    none: _builtins.bool
+    """It does not, and does not see them. Always true."""
+    auto: _builtins.bool
+    """It decides. Always true. The default."""
+    required: _builtins.bool
+    """It calls at least one. Always true."""
+    function: _builtins.str
+    """It calls this one."""
+    def __init__(
+        self,
+        *,
+        none: _builtins.bool = ...,
+        auto: _builtins.bool = ...,
+        required: _builtins.bool = ...,
+        function: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["auto", b"auto", "function", b"function", "kind", b"kind", "none", b"none", "required", b"required"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["auto", b"auto", "function", b"function", "kind", b"kind", "none", b"none", "required", b"required"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["none", "auto", "required", "function"]  # noqa: Y015
+    _WhichOneofArgType_kind: _TypeAlias = _typing.Literal["kind", b"kind"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_kind) -> _WhichOneofReturnType_kind | None: ...
+
+Global___ToolChoice: _TypeAlias = ToolChoice  # noqa: Y015
+
+@_typing.final
 class ChatPrompt(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     MESSAGES_FIELD_NUMBER: _builtins.int
+    TEMPLATE_KWARGS_FIELD_NUMBER: _builtins.int
+    ADD_GENERATION_PROMPT_FIELD_NUMBER: _builtins.int
+    CONTINUE_FINAL_MESSAGE_FIELD_NUMBER: _builtins.int
+    TOOLS_FIELD_NUMBER: _builtins.int
+    TOOL_CHOICE_FIELD_NUMBER: _builtins.int
+    PARALLEL_TOOL_CALLS_FIELD_NUMBER: _builtins.int
+    add_generation_prompt: _builtins.bool
+    """Begin the assistant's turn. Absent: true."""
+    continue_final_message: _builtins.bool
+    """The last message is not ended, and the output goes on with it. Not together with add_generation_prompt = true."""
+    parallel_tool_calls: _builtins.bool
+    """Whether more than one call may be in an output. Absent: true."""
     @_builtins.property
     def messages(self) -> _containers.RepeatedCompositeFieldContainer[Global___ChatMessage]: ...
+    @_builtins.property
+    def template_kwargs(self) -> _struct_pb2.Struct:
+        """Further variables for the model's chat template."""
+
+    @_builtins.property
+    def tools(self) -> _containers.RepeatedCompositeFieldContainer[Global___Tool]: ...
+    @_builtins.property
+    def tool_choice(self) -> Global___ToolChoice:
+        """Absent: auto."""
+
     def __init__(
         self,
         *,
         messages: _abc.Iterable[Global___ChatMessage] | None = ...,
+        template_kwargs: _struct_pb2.Struct | None = ...,
+        add_generation_prompt: _builtins.bool | None = ...,
+        continue_final_message: _builtins.bool = ...,
+        tools: _abc.Iterable[Global___Tool] | None = ...,
+        tool_choice: Global___ToolChoice | None = ...,
+        parallel_tool_calls: _builtins.bool | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_add_generation_prompt", b"_add_generation_prompt", "_parallel_tool_calls", b"_parallel_tool_calls", "add_generation_prompt", b"add_generation_prompt", "parallel_tool_calls", b"parallel_tool_calls", "template_kwargs", b"template_kwargs", "tool_choice", b"tool_choice"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["messages", b"messages"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_add_generation_prompt", b"_add_generation_prompt", "_parallel_tool_calls", b"_parallel_tool_calls", "add_generation_prompt", b"add_generation_prompt", "continue_final_message", b"continue_final_message", "messages", b"messages", "parallel_tool_calls", b"parallel_tool_calls", "template_kwargs", b"template_kwargs", "tool_choice", b"tool_choice", "tools", b"tools"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__add_generation_prompt: _TypeAlias = _typing.Literal["add_generation_prompt"]  # noqa: Y015
+    _WhichOneofArgType__add_generation_prompt: _TypeAlias = _typing.Literal["_add_generation_prompt", b"_add_generation_prompt"]  # noqa: Y015
+    _WhichOneofReturnType__parallel_tool_calls: _TypeAlias = _typing.Literal["parallel_tool_calls"]  # noqa: Y015
+    _WhichOneofArgType__parallel_tool_calls: _TypeAlias = _typing.Literal["_parallel_tool_calls", b"_parallel_tool_calls"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__add_generation_prompt) -> _WhichOneofReturnType__add_generation_prompt | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__parallel_tool_calls) -> _WhichOneofReturnType__parallel_tool_calls | None: ...
 
 Global___ChatPrompt: _TypeAlias = ChatPrompt  # noqa: Y015
 
@@ -95,8 +242,18 @@ class GenerateRequest(_message.Message):
     STOP_FIELD_NUMBER: _builtins.int
     LOGPROBS_FIELD_NUMBER: _builtins.int
     PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
+    N_FIELD_NUMBER: _builtins.int
+    GRAMMAR_FIELD_NUMBER: _builtins.int
+    CACHE_SALT_FIELD_NUMBER: _builtins.int
+    PRIORITY_FIELD_NUMBER: _builtins.int
+    SKIP_SPECIAL_TOKENS_FIELD_NUMBER: _builtins.int
+    INCLUDE_STOP_STRING_FIELD_NUMBER: _builtins.int
+    RESUMABLE_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
-    """Name of the request, 1 to 128 of [A-Za-z0-9._:-]. Absent: the router makes one. A name in use is ALREADY_EXISTS."""
+    """Name of the request, 1 to 128 of [A-Za-z0-9._:-]. Absent: the router makes one. The name of a
+    request that runs or ended a moment ago: this call gets the same responses if the request is the same in all fields,
+    and ALREADY_EXISTS otherwise.
+    """
     model: _builtins.str
     """Model to use. Empty: the one being served."""
     text: _builtins.str
@@ -107,6 +264,20 @@ class GenerateRequest(_message.Message):
     """
     prompt_logprobs: _builtins.int
     """The same for the tokens of the prompt, from the second on: nothing comes before the first."""
+    n: _builtins.int
+    """Outputs to generate from the prompt, which is computed once. Output i is that of a request with seed + i. Absent: 1."""
+    cache_salt: _builtins.str
+    """Prefix cache is shared only between requests of equal salt. At most 128 characters."""
+    priority: _builtins.int
+    """Smaller is served first, -100 to 100."""
+    skip_special_tokens: _builtins.bool
+    """Leave special tokens out of the text. Absent: true."""
+    include_stop_string: _builtins.bool
+    """Text ends after the stop string instead of before it."""
+    resumable: _builtins.bool
+    """Go on for a while when the client's connection breaks, so that it can Attach. False: a lost client is a cancelled
+    request.
+    """
     @_builtins.property
     def token_ids(self) -> Global___TokenIds:
         """Token ids, taken as they are."""
@@ -119,6 +290,10 @@ class GenerateRequest(_message.Message):
     def sampling(self) -> _common_pb2.SamplingParams: ...
     @_builtins.property
     def stop(self) -> _common_pb2.StopParams: ...
+    @_builtins.property
+    def grammar(self) -> _common_pb2.Grammar:
+        """What the output must look like. Absent: anything."""
+
     def __init__(
         self,
         *,
@@ -131,25 +306,67 @@ class GenerateRequest(_message.Message):
         stop: _common_pb2.StopParams | None = ...,
         logprobs: _builtins.int | None = ...,
         prompt_logprobs: _builtins.int | None = ...,
+        n: _builtins.int | None = ...,
+        grammar: _common_pb2.Grammar | None = ...,
+        cache_salt: _builtins.str = ...,
+        priority: _builtins.int = ...,
+        skip_special_tokens: _builtins.bool | None = ...,
+        include_stop_string: _builtins.bool = ...,
+        resumable: _builtins.bool = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_prompt_logprobs", b"_prompt_logprobs", "chat", b"chat", "input", b"input", "logprobs", b"logprobs", "prompt_logprobs", b"prompt_logprobs", "sampling", b"sampling", "stop", b"stop", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_n", b"_n", "_prompt_logprobs", b"_prompt_logprobs", "_skip_special_tokens", b"_skip_special_tokens", "chat", b"chat", "grammar", b"grammar", "input", b"input", "logprobs", b"logprobs", "n", b"n", "prompt_logprobs", b"prompt_logprobs", "sampling", b"sampling", "skip_special_tokens", b"skip_special_tokens", "stop", b"stop", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_prompt_logprobs", b"_prompt_logprobs", "chat", b"chat", "input", b"input", "logprobs", b"logprobs", "model", b"model", "prompt_logprobs", b"prompt_logprobs", "request_id", b"request_id", "sampling", b"sampling", "stop", b"stop", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_n", b"_n", "_prompt_logprobs", b"_prompt_logprobs", "_skip_special_tokens", b"_skip_special_tokens", "cache_salt", b"cache_salt", "chat", b"chat", "grammar", b"grammar", "include_stop_string", b"include_stop_string", "input", b"input", "logprobs", b"logprobs", "model", b"model", "n", b"n", "priority", b"priority", "prompt_logprobs", b"prompt_logprobs", "request_id", b"request_id", "resumable", b"resumable", "sampling", b"sampling", "skip_special_tokens", b"skip_special_tokens", "stop", b"stop", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__logprobs: _TypeAlias = _typing.Literal["logprobs"]  # noqa: Y015
     _WhichOneofArgType__logprobs: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs"]  # noqa: Y015
+    _WhichOneofReturnType__n: _TypeAlias = _typing.Literal["n"]  # noqa: Y015
+    _WhichOneofArgType__n: _TypeAlias = _typing.Literal["_n", b"_n"]  # noqa: Y015
     _WhichOneofReturnType__prompt_logprobs: _TypeAlias = _typing.Literal["prompt_logprobs"]  # noqa: Y015
     _WhichOneofArgType__prompt_logprobs: _TypeAlias = _typing.Literal["_prompt_logprobs", b"_prompt_logprobs"]  # noqa: Y015
+    _WhichOneofReturnType__skip_special_tokens: _TypeAlias = _typing.Literal["skip_special_tokens"]  # noqa: Y015
+    _WhichOneofArgType__skip_special_tokens: _TypeAlias = _typing.Literal["_skip_special_tokens", b"_skip_special_tokens"]  # noqa: Y015
     _WhichOneofReturnType_input: _TypeAlias = _typing.Literal["text", "token_ids", "chat"]  # noqa: Y015
     _WhichOneofArgType_input: _TypeAlias = _typing.Literal["input", b"input"]  # noqa: Y015
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__logprobs) -> _WhichOneofReturnType__logprobs | None: ...
     @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__n) -> _WhichOneofReturnType__n | None: ...
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__prompt_logprobs) -> _WhichOneofReturnType__prompt_logprobs | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__skip_special_tokens) -> _WhichOneofReturnType__skip_special_tokens | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType_input) -> _WhichOneofReturnType_input | None: ...
 
 Global___GenerateRequest: _TypeAlias = GenerateRequest  # noqa: Y015
+
+@_typing.final
+class AttachRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    RECEIVED_TOKENS_FIELD_NUMBER: _builtins.int
+    request_id: _builtins.str
+    @_builtins.property
+    def received_tokens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """How many tokens of each output the client has got: the latest num_tokens of each index. May be shorter than the number
+        of outputs; the rest is 0.
+        """
+
+    def __init__(
+        self,
+        *,
+        request_id: _builtins.str = ...,
+        received_tokens: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["received_tokens", b"received_tokens", "request_id", b"request_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AttachRequest: _TypeAlias = AttachRequest  # noqa: Y015
 
 @_typing.final
 class Usage(_message.Message):
@@ -249,6 +466,14 @@ class Placement(_message.Message):
     KV_BYTES_FIELD_NUMBER: _builtins.int
     ATTEMPTS_FIELD_NUMBER: _builtins.int
     DECODE_LOCAL_PREFILL_TOKENS_FIELD_NUMBER: _builtins.int
+    LOCAL_PREFILL_FIELD_NUMBER: _builtins.int
+    PREDICTED_TTFT_MS_FIELD_NUMBER: _builtins.int
+    CACHED_TOKENS_PREDICTED_FIELD_NUMBER: _builtins.int
+    PREDICTED_QUEUE_MS_FIELD_NUMBER: _builtins.int
+    PREDICTED_FETCH_MS_FIELD_NUMBER: _builtins.int
+    PREDICTED_PREFILL_MS_FIELD_NUMBER: _builtins.int
+    PREDICTED_HANDOVER_MS_FIELD_NUMBER: _builtins.int
+    OTHER_TTFT_MS_FIELD_NUMBER: _builtins.int
     prefill_worker: _builtins.str
     decode_worker: _builtins.str
     """Empty if the request ended with its first token."""
@@ -258,6 +483,24 @@ class Placement(_message.Message):
     """Attempts it took; 1 is undisturbed."""
     decode_local_prefill_tokens: _builtins.int
     """Tokens of this request that the decode worker had to prefill itself."""
+    local_prefill: _builtins.bool
+    """The decode worker computed the prompt itself, and nothing was handed over."""
+    predicted_ttft_ms: _builtins.float
+    """What placement expected of the attempt that sent the first token, when it chose the workers. From there to the first
+    token:
+    """
+    cached_tokens_predicted: _builtins.int
+    """Tokens that it expected whoever computes the prompt to have. Usage says how many there were."""
+    predicted_queue_ms: _builtins.float
+    """Parts of predicted_ttft_ms: waiting for other requests, getting KV from another worker, computing."""
+    predicted_fetch_ms: _builtins.float
+    predicted_prefill_ms: _builtins.float
+    predicted_handover_ms: _builtins.float
+    """Moving KV to the decode worker, which the first token does not wait for. 0 if local_prefill."""
+    other_ttft_ms: _builtins.float
+    """Time to first token that was expected the other way: by a hand-over if local_prefill, without one if not. Absent: it
+    could not be had that way.
+    """
     def __init__(
         self,
         *,
@@ -267,12 +510,22 @@ class Placement(_message.Message):
         kv_bytes: _builtins.int = ...,
         attempts: _builtins.int = ...,
         decode_local_prefill_tokens: _builtins.int = ...,
+        local_prefill: _builtins.bool = ...,
+        predicted_ttft_ms: _builtins.float = ...,
+        cached_tokens_predicted: _builtins.int = ...,
+        predicted_queue_ms: _builtins.float = ...,
+        predicted_fetch_ms: _builtins.float = ...,
+        predicted_prefill_ms: _builtins.float = ...,
+        predicted_handover_ms: _builtins.float = ...,
+        other_ttft_ms: _builtins.float | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_other_ttft_ms", b"_other_ttft_ms", "other_ttft_ms", b"other_ttft_ms"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempts", b"attempts", "decode_local_prefill_tokens", b"decode_local_prefill_tokens", "decode_worker", b"decode_worker", "kv_bytes", b"kv_bytes", "prefill_worker", b"prefill_worker", "transport", b"transport"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_other_ttft_ms", b"_other_ttft_ms", "attempts", b"attempts", "cached_tokens_predicted", b"cached_tokens_predicted", "decode_local_prefill_tokens", b"decode_local_prefill_tokens", "decode_worker", b"decode_worker", "kv_bytes", b"kv_bytes", "local_prefill", b"local_prefill", "other_ttft_ms", b"other_ttft_ms", "predicted_fetch_ms", b"predicted_fetch_ms", "predicted_handover_ms", b"predicted_handover_ms", "predicted_prefill_ms", b"predicted_prefill_ms", "predicted_queue_ms", b"predicted_queue_ms", "predicted_ttft_ms", b"predicted_ttft_ms", "prefill_worker", b"prefill_worker", "transport", b"transport"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__other_ttft_ms: _TypeAlias = _typing.Literal["other_ttft_ms"]  # noqa: Y015
+    _WhichOneofArgType__other_ttft_ms: _TypeAlias = _typing.Literal["_other_ttft_ms", b"_other_ttft_ms"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__other_ttft_ms) -> _WhichOneofReturnType__other_ttft_ms | None: ...
 
 Global___Placement: _TypeAlias = Placement  # noqa: Y015
 
@@ -292,20 +545,31 @@ class GenerateResponse(_message.Message):
     PLACEMENT_FIELD_NUMBER: _builtins.int
     LOGPROBS_FIELD_NUMBER: _builtins.int
     PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
+    INDEX_FIELD_NUMBER: _builtins.int
+    NUM_TOKENS_FIELD_NUMBER: _builtins.int
+    TOOL_CALLS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     seq: _builtins.int
-    """Grows by one with each response of a request, from 0."""
+    """Grows by one with each response of a call, from 0."""
     text_delta: _builtins.str
-    """Text that is certain: no part of a character, nothing that may still become a stop string."""
+    """Text that is certain: no part of a character, nothing that may still become a stop string. With tools it is the text
+    beside the calls.
+    """
     finish_reason: _common_pb2.FinishReason.ValueType
-    """Set on the last response only."""
+    """Set on the last response of each output only."""
     stop_token_id: _builtins.int
     stop_string: _builtins.str
+    index: _builtins.int
+    """Which of the n outputs this is of, from 0."""
+    num_tokens: _builtins.int
+    """Tokens of that output up to here, those of this response included. What was certain of the text with these tokens is
+    in this response or before it.
+    """
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
     def usage(self) -> Global___Usage:
-        """The rest is set on the last response only."""
+        """These three are set with finish_reason only."""
 
     @_builtins.property
     def timings(self) -> Global___Timings: ...
@@ -319,6 +583,12 @@ class GenerateResponse(_message.Message):
     def prompt_logprobs(self) -> _common_pb2.Logprobs:
         """Of further tokens of the prompt, if GenerateRequest.prompt_logprobs was set. All of them come before the first
         generated token.
+        """
+
+    @_builtins.property
+    def tool_calls(self) -> _containers.RepeatedCompositeFieldContainer[Global___ToolCallDelta]:
+        """What is new of the calls of functions in the output. An output with calls that finishes with STOP waits for their
+        results.
         """
 
     def __init__(
@@ -336,16 +606,50 @@ class GenerateResponse(_message.Message):
         placement: Global___Placement | None = ...,
         logprobs: _common_pb2.Logprobs | None = ...,
         prompt_logprobs: _common_pb2.Logprobs | None = ...,
+        index: _builtins.int = ...,
+        num_tokens: _builtins.int = ...,
+        tool_calls: _abc.Iterable[Global___ToolCallDelta] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["logprobs", b"logprobs", "matched_stop", b"matched_stop", "placement", b"placement", "prompt_logprobs", b"prompt_logprobs", "stop_string", b"stop_string", "stop_token_id", b"stop_token_id", "timings", b"timings", "usage", b"usage"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["finish_reason", b"finish_reason", "logprobs", b"logprobs", "matched_stop", b"matched_stop", "placement", b"placement", "prompt_logprobs", b"prompt_logprobs", "request_id", b"request_id", "seq", b"seq", "stop_string", b"stop_string", "stop_token_id", b"stop_token_id", "text_delta", b"text_delta", "timings", b"timings", "token_ids", b"token_ids", "usage", b"usage"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["finish_reason", b"finish_reason", "index", b"index", "logprobs", b"logprobs", "matched_stop", b"matched_stop", "num_tokens", b"num_tokens", "placement", b"placement", "prompt_logprobs", b"prompt_logprobs", "request_id", b"request_id", "seq", b"seq", "stop_string", b"stop_string", "stop_token_id", b"stop_token_id", "text_delta", b"text_delta", "timings", b"timings", "token_ids", b"token_ids", "tool_calls", b"tool_calls", "usage", b"usage"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_matched_stop: _TypeAlias = _typing.Literal["stop_token_id", "stop_string"]  # noqa: Y015
     _WhichOneofArgType_matched_stop: _TypeAlias = _typing.Literal["matched_stop", b"matched_stop"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_matched_stop) -> _WhichOneofReturnType_matched_stop | None: ...
 
 Global___GenerateResponse: _TypeAlias = GenerateResponse  # noqa: Y015
+
+@_typing.final
+class ToolCallDelta(_message.Message):
+    """Part of a call. The first one of a call has id and name, and the arguments of all, joined, are a JSON object."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    INDEX_FIELD_NUMBER: _builtins.int
+    ID_FIELD_NUMBER: _builtins.int
+    NAME_FIELD_NUMBER: _builtins.int
+    ARGUMENTS_FIELD_NUMBER: _builtins.int
+    index: _builtins.int
+    """Which call of the output this is of, from 0."""
+    id: _builtins.str
+    name: _builtins.str
+    arguments: _builtins.str
+    def __init__(
+        self,
+        *,
+        index: _builtins.int = ...,
+        id: _builtins.str = ...,
+        name: _builtins.str = ...,
+        arguments: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["arguments", b"arguments", "id", b"id", "index", b"index", "name", b"name"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ToolCallDelta: _TypeAlias = ToolCallDelta  # noqa: Y015
 
 @_typing.final
 class CancelRequest(_message.Message):
@@ -420,7 +724,9 @@ class RequestInfo(_message.Message):
     ERROR_CODE_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     state: _builtins.str
-    """A state of docs/request-lifecycle.md."""
+    """A state of docs/request-lifecycle.md. Of a request with several outputs: that of the one that is least far, and the
+    workers, too.
+    """
     attempt: _builtins.int
     router_id: _builtins.str
     prefill_worker: _builtins.str
@@ -636,16 +942,24 @@ class WorkerStatus(_message.Message):
     STATS_FIELD_NUMBER: _builtins.int
     STATE_FIELD_NUMBER: _builtins.int
     SILENT_S_FIELD_NUMBER: _builtins.int
+    COSTS_FIELD_NUMBER: _builtins.int
+    INDEXED_BLOCKS_FIELD_NUMBER: _builtins.int
     state: _builtins.str
     """"ready", "connecting", "draining", "lost", or "incompatible": it has another model than the router, or other
     weights.
     """
     silent_s: _builtins.float
     """Seconds since the last message from it."""
+    indexed_blocks: _builtins.int
+    """KV blocks of it that the router knows of, by what the worker has announced through redis. Less than its
+    blocks_cached and blocks_in_use together: blocks have names only when they are full and final.
+    """
     @_builtins.property
     def info(self) -> _common_pb2.WorkerInfo: ...
     @_builtins.property
     def stats(self) -> _common_pb2.WorkerStats: ...
+    @_builtins.property
+    def costs(self) -> Global___WorkerCosts: ...
     def __init__(
         self,
         *,
@@ -653,14 +967,129 @@ class WorkerStatus(_message.Message):
         stats: _common_pb2.WorkerStats | None = ...,
         state: _builtins.str = ...,
         silent_s: _builtins.float = ...,
+        costs: Global___WorkerCosts | None = ...,
+        indexed_blocks: _builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["info", b"info", "stats", b"stats"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["costs", b"costs", "info", b"info", "stats", b"stats"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["info", b"info", "silent_s", b"silent_s", "state", b"state", "stats", b"stats"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["costs", b"costs", "indexed_blocks", b"indexed_blocks", "info", b"info", "silent_s", b"silent_s", "state", b"state", "stats", b"stats"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___WorkerStatus: _TypeAlias = WorkerStatus  # noqa: Y015
+
+@_typing.final
+class Coefficients(_message.Message):
+    """A model of what something takes: seconds as a sum of products, of which `values` are the coefficients."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    VALUES_FIELD_NUMBER: _builtins.int
+    NUM_OBSERVATIONS_FIELD_NUMBER: _builtins.int
+    num_observations: _builtins.int
+    """How often it was measured. 0: it is a guess."""
+    @_builtins.property
+    def values(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]: ...
+    def __init__(
+        self,
+        *,
+        values: _abc.Iterable[_builtins.float] | None = ...,
+        num_observations: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_observations", b"num_observations", "values", b"values"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Coefficients: _TypeAlias = Coefficients  # noqa: Y015
+
+@_typing.final
+class WorkerCosts(_message.Message):
+    """What the router has learned about a worker, and what it has to compute. A worker of which little is known is thought
+    to be like the others.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PREFILL_FIELD_NUMBER: _builtins.int
+    HANDOVER_FIELD_NUMBER: _builtins.int
+    FETCH_FIELD_NUMBER: _builtins.int
+    STEP_FIELD_NUMBER: _builtins.int
+    BACKLOG_TOKENS_FIELD_NUMBER: _builtins.int
+    BACKLOG_S_FIELD_NUMBER: _builtins.int
+    backlog_tokens: _builtins.int
+    """Prompt tokens that it has still to compute, and the seconds that is expected to take."""
+    backlog_s: _builtins.float
+    @_builtins.property
+    def prefill(self) -> Global___Coefficients:
+        """Of a prompt with n tokens of which h are cached: 1, n - h, n * n - h * h."""
+
+    @_builtins.property
+    def handover(self) -> Global___Coefficients:
+        """Of n bytes of KV to a decode worker, as far as nothing hides it: 1, n."""
+
+    @_builtins.property
+    def fetch(self) -> Global___Coefficients:
+        """The same from another worker's cache."""
+
+    @_builtins.property
+    def step(self) -> Global___Coefficients:
+        """Of a decode step: 1, tokens held, sequences."""
+
+    def __init__(
+        self,
+        *,
+        prefill: Global___Coefficients | None = ...,
+        handover: Global___Coefficients | None = ...,
+        fetch: Global___Coefficients | None = ...,
+        step: Global___Coefficients | None = ...,
+        backlog_tokens: _builtins.int = ...,
+        backlog_s: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["fetch", b"fetch", "handover", b"handover", "prefill", b"prefill", "step", b"step"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["backlog_s", b"backlog_s", "backlog_tokens", b"backlog_tokens", "fetch", b"fetch", "handover", b"handover", "prefill", b"prefill", "step", b"step"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WorkerCosts: _TypeAlias = WorkerCosts  # noqa: Y015
+
+@_typing.final
+class QueueStatus(_message.Message):
+    """Prompts of one priority class that wait in the router for their turn."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PRIORITY_CLASS_FIELD_NUMBER: _builtins.int
+    NUM_WAITING_FIELD_NUMBER: _builtins.int
+    DRAINED_IN_S_FIELD_NUMBER: _builtins.int
+    ADMITTED_TOTAL_FIELD_NUMBER: _builtins.int
+    REFUSED_TOTAL_FIELD_NUMBER: _builtins.int
+    priority_class: _builtins.str
+    """"high": priority < 0; "normal": 0; "low": > 0."""
+    num_waiting: _builtins.int
+    drained_in_s: _builtins.float
+    """Seconds that the workers are expected to take for those."""
+    admitted_total: _builtins.int
+    """Since the router started: sent on to workers, and refused."""
+    refused_total: _builtins.int
+    def __init__(
+        self,
+        *,
+        priority_class: _builtins.str = ...,
+        num_waiting: _builtins.int = ...,
+        drained_in_s: _builtins.float = ...,
+        admitted_total: _builtins.int = ...,
+        refused_total: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["admitted_total", b"admitted_total", "drained_in_s", b"drained_in_s", "num_waiting", b"num_waiting", "priority_class", b"priority_class", "refused_total", b"refused_total"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___QueueStatus: _TypeAlias = QueueStatus  # noqa: Y015
 
 @_typing.final
 class ClusterStatus(_message.Message):
@@ -671,14 +1100,24 @@ class ClusterStatus(_message.Message):
     WORKERS_FIELD_NUMBER: _builtins.int
     NUM_ACTIVE_REQUESTS_FIELD_NUMBER: _builtins.int
     STORE_AVAILABLE_FIELD_NUMBER: _builtins.int
+    LOCAL_PREFILL_UP_TO_FIELD_NUMBER: _builtins.int
+    QUEUES_FIELD_NUMBER: _builtins.int
     router_id: _builtins.str
     version: _builtins.str
     num_active_requests: _builtins.int
     """Requests this router is serving."""
     store_available: _builtins.bool
     """False while redis does not answer."""
+    local_prefill_up_to: _builtins.int
+    """Longest prompt, in tokens and unknown to every worker, that a decode worker would compute itself now. Absent: no
+    prefill worker would do it otherwise.
+    """
     @_builtins.property
     def workers(self) -> _containers.RepeatedCompositeFieldContainer[Global___WorkerStatus]: ...
+    @_builtins.property
+    def queues(self) -> _containers.RepeatedCompositeFieldContainer[Global___QueueStatus]:
+        """One for each priority class, the most urgent first."""
+
     def __init__(
         self,
         *,
@@ -687,11 +1126,15 @@ class ClusterStatus(_message.Message):
         workers: _abc.Iterable[Global___WorkerStatus] | None = ...,
         num_active_requests: _builtins.int = ...,
         store_available: _builtins.bool = ...,
+        local_prefill_up_to: _builtins.int | None = ...,
+        queues: _abc.Iterable[Global___QueueStatus] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_local_prefill_up_to", b"_local_prefill_up_to", "local_prefill_up_to", b"local_prefill_up_to"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_active_requests", b"num_active_requests", "router_id", b"router_id", "store_available", b"store_available", "version", b"version", "workers", b"workers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_local_prefill_up_to", b"_local_prefill_up_to", "local_prefill_up_to", b"local_prefill_up_to", "num_active_requests", b"num_active_requests", "queues", b"queues", "router_id", b"router_id", "store_available", b"store_available", "version", b"version", "workers", b"workers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__local_prefill_up_to: _TypeAlias = _typing.Literal["local_prefill_up_to"]  # noqa: Y015
+    _WhichOneofArgType__local_prefill_up_to: _TypeAlias = _typing.Literal["_local_prefill_up_to", b"_local_prefill_up_to"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__local_prefill_up_to) -> _WhichOneofReturnType__local_prefill_up_to | None: ...
 
 Global___ClusterStatus: _TypeAlias = ClusterStatus  # noqa: Y015

@@ -39,6 +39,11 @@ class InferenceStub:
                 request_serializer=pdserve_dot_rpc_dot_v1_dot_inference__pb2.GenerateRequest.SerializeToString,
                 response_deserializer=pdserve_dot_rpc_dot_v1_dot_inference__pb2.GenerateResponse.FromString,
                 _registered_method=True)
+        self.Attach = channel.unary_stream(
+                '/pdserve.rpc.v1.Inference/Attach',
+                request_serializer=pdserve_dot_rpc_dot_v1_dot_inference__pb2.AttachRequest.SerializeToString,
+                response_deserializer=pdserve_dot_rpc_dot_v1_dot_inference__pb2.GenerateResponse.FromString,
+                _registered_method=True)
         self.Cancel = channel.unary_unary(
                 '/pdserve.rpc.v1.Inference/Cancel',
                 request_serializer=pdserve_dot_rpc_dot_v1_dot_inference__pb2.CancelRequest.SerializeToString,
@@ -70,8 +75,18 @@ class InferenceServicer:
     """Missing associated documentation comment in .proto file."""
 
     def Generate(self, request, context):
-        """Generates from a prompt and streams the result. Ends with exactly one response that carries a finish reason, or
-        with a gRPC status.
+        """Generates from a prompt and streams the result. Exactly one response of each output carries a finish reason, the last
+        of that output; the call ends after all of these, or with a gRPC status. What fails one output fails the call.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Attach(self, request, context):
+        """The rest of a request that runs or ended a moment ago, from where a client has lost it. Ends as Generate does, with
+        the finish reason of every output, also of those that the client has got completely. NOT_FOUND if there is nothing of
+        that name any more; FAILED_PRECONDITION with the code `wrong_router` and the metadata `router` if another router has
+        it.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -85,7 +100,8 @@ class InferenceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def GetRequest(self, request, context):
-        """State of a request that runs or ended recently. NOT_FOUND otherwise.
+        """State of a request that runs or ended recently, or of one of its outputs (`<id>-<index>`, if there are several).
+        NOT_FOUND otherwise.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -115,6 +131,11 @@ def add_InferenceServicer_to_server(servicer, server):
             'Generate': grpc.unary_stream_rpc_method_handler(
                     servicer.Generate,
                     request_deserializer=pdserve_dot_rpc_dot_v1_dot_inference__pb2.GenerateRequest.FromString,
+                    response_serializer=pdserve_dot_rpc_dot_v1_dot_inference__pb2.GenerateResponse.SerializeToString,
+            ),
+            'Attach': grpc.unary_stream_rpc_method_handler(
+                    servicer.Attach,
+                    request_deserializer=pdserve_dot_rpc_dot_v1_dot_inference__pb2.AttachRequest.FromString,
                     response_serializer=pdserve_dot_rpc_dot_v1_dot_inference__pb2.GenerateResponse.SerializeToString,
             ),
             'Cancel': grpc.unary_unary_rpc_method_handler(
@@ -169,6 +190,33 @@ class Inference:
             target,
             '/pdserve.rpc.v1.Inference/Generate',
             pdserve_dot_rpc_dot_v1_dot_inference__pb2.GenerateRequest.SerializeToString,
+            pdserve_dot_rpc_dot_v1_dot_inference__pb2.GenerateResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Attach(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/pdserve.rpc.v1.Inference/Attach',
+            pdserve_dot_rpc_dot_v1_dot_inference__pb2.AttachRequest.SerializeToString,
             pdserve_dot_rpc_dot_v1_dot_inference__pb2.GenerateResponse.FromString,
             options,
             channel_credentials,

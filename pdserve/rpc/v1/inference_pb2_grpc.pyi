@@ -32,13 +32,21 @@ class InferenceStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> InferenceAsyncStub: ...
     Generate: _grpc.UnaryStreamMultiCallable[_inference_pb2.GenerateRequest, _inference_pb2.GenerateResponse]
-    """Generates from a prompt and streams the result. Ends with exactly one response that carries a finish reason, or
-    with a gRPC status.
+    """Generates from a prompt and streams the result. Exactly one response of each output carries a finish reason, the last
+    of that output; the call ends after all of these, or with a gRPC status. What fails one output fails the call.
+    """
+    Attach: _grpc.UnaryStreamMultiCallable[_inference_pb2.AttachRequest, _inference_pb2.GenerateResponse]
+    """The rest of a request that runs or ended a moment ago, from where a client has lost it. Ends as Generate does, with
+    the finish reason of every output, also of those that the client has got completely. NOT_FOUND if there is nothing of
+    that name any more; FAILED_PRECONDITION with the code `wrong_router` and the metadata `router` if another router has
+    it.
     """
     Cancel: _grpc.UnaryUnaryMultiCallable[_inference_pb2.CancelRequest, _inference_pb2.CancelResponse]
     """Stops a request of this router. Harmless for a request that has ended or never was."""
     GetRequest: _grpc.UnaryUnaryMultiCallable[_inference_pb2.GetRequestRequest, _inference_pb2.RequestInfo]
-    """State of a request that runs or ended recently. NOT_FOUND otherwise."""
+    """State of a request that runs or ended recently, or of one of its outputs (`<id>-<index>`, if there are several).
+    NOT_FOUND otherwise.
+    """
     ListModels: _grpc.UnaryUnaryMultiCallable[_inference_pb2.ListModelsRequest, _inference_pb2.ListModelsResponse]
     Tokenize: _grpc.UnaryUnaryMultiCallable[_inference_pb2.TokenizeRequest, _inference_pb2.TokenizeResponse]
     Detokenize: _grpc.UnaryUnaryMultiCallable[_inference_pb2.DetokenizeRequest, _inference_pb2.DetokenizeResponse]
@@ -47,13 +55,21 @@ class InferenceStub:
 class InferenceAsyncStub(InferenceStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
     Generate: _aio.UnaryStreamMultiCallable[_inference_pb2.GenerateRequest, _inference_pb2.GenerateResponse]  # type: ignore[assignment]
-    """Generates from a prompt and streams the result. Ends with exactly one response that carries a finish reason, or
-    with a gRPC status.
+    """Generates from a prompt and streams the result. Exactly one response of each output carries a finish reason, the last
+    of that output; the call ends after all of these, or with a gRPC status. What fails one output fails the call.
+    """
+    Attach: _aio.UnaryStreamMultiCallable[_inference_pb2.AttachRequest, _inference_pb2.GenerateResponse]  # type: ignore[assignment]
+    """The rest of a request that runs or ended a moment ago, from where a client has lost it. Ends as Generate does, with
+    the finish reason of every output, also of those that the client has got completely. NOT_FOUND if there is nothing of
+    that name any more; FAILED_PRECONDITION with the code `wrong_router` and the metadata `router` if another router has
+    it.
     """
     Cancel: _aio.UnaryUnaryMultiCallable[_inference_pb2.CancelRequest, _inference_pb2.CancelResponse]  # type: ignore[assignment]
     """Stops a request of this router. Harmless for a request that has ended or never was."""
     GetRequest: _aio.UnaryUnaryMultiCallable[_inference_pb2.GetRequestRequest, _inference_pb2.RequestInfo]  # type: ignore[assignment]
-    """State of a request that runs or ended recently. NOT_FOUND otherwise."""
+    """State of a request that runs or ended recently, or of one of its outputs (`<id>-<index>`, if there are several).
+    NOT_FOUND otherwise.
+    """
     ListModels: _aio.UnaryUnaryMultiCallable[_inference_pb2.ListModelsRequest, _inference_pb2.ListModelsResponse]  # type: ignore[assignment]
     Tokenize: _aio.UnaryUnaryMultiCallable[_inference_pb2.TokenizeRequest, _inference_pb2.TokenizeResponse]  # type: ignore[assignment]
     Detokenize: _aio.UnaryUnaryMultiCallable[_inference_pb2.DetokenizeRequest, _inference_pb2.DetokenizeResponse]  # type: ignore[assignment]
@@ -65,8 +81,20 @@ class InferenceServicer(metaclass=_abc_1.ABCMeta):
         request: _inference_pb2.GenerateRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_inference_pb2.GenerateResponse], _abc.AsyncIterator[_inference_pb2.GenerateResponse]]:
-        """Generates from a prompt and streams the result. Ends with exactly one response that carries a finish reason, or
-        with a gRPC status.
+        """Generates from a prompt and streams the result. Exactly one response of each output carries a finish reason, the last
+        of that output; the call ends after all of these, or with a gRPC status. What fails one output fails the call.
+        """
+
+    @_abc_1.abstractmethod
+    def Attach(
+        self,
+        request: _inference_pb2.AttachRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_inference_pb2.GenerateResponse], _abc.AsyncIterator[_inference_pb2.GenerateResponse]]:
+        """The rest of a request that runs or ended a moment ago, from where a client has lost it. Ends as Generate does, with
+        the finish reason of every output, also of those that the client has got completely. NOT_FOUND if there is nothing of
+        that name any more; FAILED_PRECONDITION with the code `wrong_router` and the metadata `router` if another router has
+        it.
         """
 
     @_abc_1.abstractmethod
@@ -83,7 +111,9 @@ class InferenceServicer(metaclass=_abc_1.ABCMeta):
         request: _inference_pb2.GetRequestRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_inference_pb2.RequestInfo, _abc.Awaitable[_inference_pb2.RequestInfo]]:
-        """State of a request that runs or ended recently. NOT_FOUND otherwise."""
+        """State of a request that runs or ended recently, or of one of its outputs (`<id>-<index>`, if there are several).
+        NOT_FOUND otherwise.
+        """
 
     @_abc_1.abstractmethod
     def ListModels(

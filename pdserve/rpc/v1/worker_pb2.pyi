@@ -65,17 +65,26 @@ class DrainRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     TIMEOUT_S_FIELD_NUMBER: _builtins.int
+    STOP_FIELD_NUMBER: _builtins.int
     timeout_s: _builtins.float
+    """Absent: drain_timeout_s of the worker's configuration."""
+    stop: _builtins.bool
+    """Then end the process, with exit code 0, as SIGTERM does: what is still there is given back to its routers. If
+    false the worker stays, and what is still there goes on.
+    """
     def __init__(
         self,
         *,
-        timeout_s: _builtins.float = ...,
+        timeout_s: _builtins.float | None = ...,
+        stop: _builtins.bool = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_timeout_s", b"_timeout_s", "timeout_s", b"timeout_s"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["timeout_s", b"timeout_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_timeout_s", b"_timeout_s", "stop", b"stop", "timeout_s", b"timeout_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__timeout_s: _TypeAlias = _typing.Literal["timeout_s"]  # noqa: Y015
+    _WhichOneofArgType__timeout_s: _TypeAlias = _typing.Literal["_timeout_s", b"_timeout_s"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__timeout_s) -> _WhichOneofReturnType__timeout_s | None: ...
 
 Global___DrainRequest: _TypeAlias = DrainRequest  # noqa: Y015
 
@@ -319,7 +328,9 @@ class PrefillStarted(_message.Message):
     request_id: _builtins.str
     attempt: _builtins.int
     decode_worker: _builtins.str
-    """Decode worker that holds the reservation. Empty if the request ends with its first token."""
+    """Decode worker that holds the reservation, or that computes the prompt itself. Empty if the request ends with its
+    first token at a prefill worker.
+    """
     def __init__(
         self,
         *,
@@ -386,6 +397,7 @@ class FirstToken(_message.Message):
     LOGPROBS_FIELD_NUMBER: _builtins.int
     FETCHED_TOKENS_FIELD_NUMBER: _builtins.int
     FETCH_S_FIELD_NUMBER: _builtins.int
+    COMPUTE_S_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     attempt: _builtins.int
     index: _builtins.int
@@ -403,6 +415,8 @@ class FirstToken(_message.Message):
     """Part of cached_tokens that came from another worker for this request."""
     fetch_s: _builtins.float
     """Part of queue_s in which the request waited for those tokens, also if they did not come."""
+    compute_s: _builtins.float
+    """This request's part of the steps that computed it, by tokens: prefill_s without what others had of them. 0: unknown."""
     @_builtins.property
     def logprobs(self) -> _common_pb2.Logprobs:
         """Of this token, if the job asked for it."""
@@ -421,10 +435,11 @@ class FirstToken(_message.Message):
         logprobs: _common_pb2.Logprobs | None = ...,
         fetched_tokens: _builtins.int = ...,
         fetch_s: _builtins.float = ...,
+        compute_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["logprobs", b"logprobs"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "cached_tokens", b"cached_tokens", "fetch_s", b"fetch_s", "fetched_tokens", b"fetched_tokens", "finish_reason", b"finish_reason", "index", b"index", "logprobs", b"logprobs", "prefill_s", b"prefill_s", "queue_s", b"queue_s", "request_id", b"request_id", "token_id", b"token_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "cached_tokens", b"cached_tokens", "compute_s", b"compute_s", "fetch_s", b"fetch_s", "fetched_tokens", b"fetched_tokens", "finish_reason", b"finish_reason", "index", b"index", "logprobs", b"logprobs", "prefill_s", b"prefill_s", "queue_s", b"queue_s", "request_id", b"request_id", "token_id", b"token_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -583,24 +598,32 @@ class DecodeCommand(_message.Message):
     HELLO_FIELD_NUMBER: _builtins.int
     CANCEL_FIELD_NUMBER: _builtins.int
     HEARTBEAT_FIELD_NUMBER: _builtins.int
+    SUBMIT_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def hello(self) -> Global___RouterHello: ...
     @_builtins.property
     def cancel(self) -> Global___CancelJob: ...
     @_builtins.property
     def heartbeat(self) -> Global___Heartbeat: ...
+    @_builtins.property
+    def submit(self) -> _common_pb2.GenerationJob:
+        """Compute this prompt here, beside the sequences that run, and decode on: no KV moves. Only for workers with a
+        WorkerInfo.prefill_chunk_tokens. Answered like a PrefillJob, without HandedOff.
+        """
+
     def __init__(
         self,
         *,
         hello: Global___RouterHello | None = ...,
         cancel: Global___CancelJob | None = ...,
         heartbeat: Global___Heartbeat | None = ...,
+        submit: _common_pb2.GenerationJob | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["cancel", b"cancel", "command", b"command", "heartbeat", b"heartbeat", "hello", b"hello"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["cancel", b"cancel", "command", b"command", "heartbeat", b"heartbeat", "hello", b"hello", "submit", b"submit"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cancel", b"cancel", "command", b"command", "heartbeat", b"heartbeat", "hello", b"hello"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cancel", b"cancel", "command", b"command", "heartbeat", b"heartbeat", "hello", b"hello", "submit", b"submit"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_command: _TypeAlias = _typing.Literal["hello", "cancel", "heartbeat"]  # noqa: Y015
+    _WhichOneofReturnType_command: _TypeAlias = _typing.Literal["hello", "cancel", "heartbeat", "submit"]  # noqa: Y015
     _WhichOneofArgType_command: _TypeAlias = _typing.Literal["command", b"command"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_command) -> _WhichOneofReturnType_command | None: ...
 
@@ -629,7 +652,9 @@ class StepTokens(_message.Message):
     first_step_s: _builtins.float
     """Set with the first tokens of a request: seconds that its first step took."""
     local_prefill_tokens: _builtins.int
-    """Tokens of this request that this worker prefilled itself; 0 after a hand-off."""
+    """Tokens of this request that this worker prefilled itself; 0 after a hand-off. Of several outputs of one prompt the
+    first one has them.
+    """
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
@@ -662,21 +687,35 @@ class DecodeEvent(_message.Message):
 
     TOKENS_FIELD_NUMBER: _builtins.int
     FAILED_FIELD_NUMBER: _builtins.int
+    STARTED_FIELD_NUMBER: _builtins.int
+    PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
+    FIRST_TOKEN_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def tokens(self) -> Global___StepTokens: ...
     @_builtins.property
     def failed(self) -> Global___JobFailed: ...
+    @_builtins.property
+    def started(self) -> Global___PrefillStarted:
+        """Of jobs that a router submitted; `decode_worker` is this worker."""
+
+    @_builtins.property
+    def prompt_logprobs(self) -> Global___PromptLogprobs: ...
+    @_builtins.property
+    def first_token(self) -> Global___FirstToken: ...
     def __init__(
         self,
         *,
         tokens: Global___StepTokens | None = ...,
         failed: Global___JobFailed | None = ...,
+        started: Global___PrefillStarted | None = ...,
+        prompt_logprobs: Global___PromptLogprobs | None = ...,
+        first_token: Global___FirstToken | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["event", b"event", "failed", b"failed", "tokens", b"tokens"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["event", b"event", "failed", b"failed", "first_token", b"first_token", "prompt_logprobs", b"prompt_logprobs", "started", b"started", "tokens", b"tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["event", b"event", "failed", b"failed", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["event", b"event", "failed", b"failed", "first_token", b"first_token", "prompt_logprobs", b"prompt_logprobs", "started", b"started", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["tokens", "failed"]  # noqa: Y015
+    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["tokens", "failed", "started", "prompt_logprobs", "first_token"]  # noqa: Y015
     _WhichOneofArgType_event: _TypeAlias = _typing.Literal["event", b"event"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_event) -> _WhichOneofReturnType_event | None: ...
 

@@ -67,7 +67,7 @@ class PrefillWorkerServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Drain(self, request, context):
-        """Refuses new work and returns when nothing is left or timeout_s has passed.
+        """Refuses new work from now on, and returns when nothing is left or timeout_s has passed.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -36,7 +36,7 @@ class PrefillWorkerStub:
     Session: _grpc.StreamStreamMultiCallable[_worker_pb2.PrefillCommand, _worker_pb2.PrefillEvents]
     GetStats: _grpc.UnaryUnaryMultiCallable[_worker_pb2.GetStatsRequest, _worker_pb2.GetStatsResponse]
     Drain: _grpc.UnaryUnaryMultiCallable[_worker_pb2.DrainRequest, _worker_pb2.DrainResponse]
-    """Refuses new work and returns when nothing is left or timeout_s has passed."""
+    """Refuses new work from now on, and returns when nothing is left or timeout_s has passed."""
 
 @_typing.type_check_only
 class PrefillWorkerAsyncStub(PrefillWorkerStub):
@@ -44,7 +44,7 @@ class PrefillWorkerAsyncStub(PrefillWorkerStub):
     Session: _aio.StreamStreamMultiCallable[_worker_pb2.PrefillCommand, _worker_pb2.PrefillEvents]  # type: ignore[assignment]
     GetStats: _aio.UnaryUnaryMultiCallable[_worker_pb2.GetStatsRequest, _worker_pb2.GetStatsResponse]  # type: ignore[assignment]
     Drain: _aio.UnaryUnaryMultiCallable[_worker_pb2.DrainRequest, _worker_pb2.DrainResponse]  # type: ignore[assignment]
-    """Refuses new work and returns when nothing is left or timeout_s has passed."""
+    """Refuses new work from now on, and returns when nothing is left or timeout_s has passed."""
 
 class PrefillWorkerServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
@@ -67,7 +67,7 @@ class PrefillWorkerServicer(metaclass=_abc_1.ABCMeta):
         request: _worker_pb2.DrainRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_worker_pb2.DrainResponse, _abc.Awaitable[_worker_pb2.DrainResponse]]:
-        """Refuses new work and returns when nothing is left or timeout_s has passed."""
+        """Refuses new work from now on, and returns when nothing is left or timeout_s has passed."""
 
 def add_PrefillWorkerServicer_to_server(servicer: PrefillWorkerServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
 

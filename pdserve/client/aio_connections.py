@@ -1,0 +1,132 @@
+"""Channels of the asyncio client to its routers, and calls over them."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+import grpc
+
+from pdserve.client.endpoints import Endpoints
+from pdserve.client.failures import failure_of
+from pdserve.client.retries import RetryPolicy, Turns
+from pdserve.client.session import Dial
+from pdserve.errors import CancelledError, PdServeError
+from pdserve.rpc.v1 import inference_pb2 as pb
+from pdserve.rpc.v1 import inference_pb2_grpc as rpc
+
+CANCEL_TIMEOUT_S = 2.0
+"""For the word to a router that a request is not wanted any more."""
+
+RequestT = TypeVar("RequestT")
+ResponseT = TypeVar("ResponseT")
+
+StreamCall = (
+    grpc.aio.UnaryStreamCall[pb.GenerateRequest, pb.GenerateResponse]
+    | grpc.aio.UnaryStreamCall[pb.AttachRequest, pb.GenerateResponse]
+)
+
+
+@dataclass(frozen=True, slots=True)
+class RouterStubs:
+    """One router."""
+
+    address: str
+    channel: grpc.aio.Channel
+    inference: rpc.InferenceAsyncStub
+    cluster: rpc.ClusterAsyncStub
+
+
+class Connections:
+    """To all routers, from one event loop."""
+
+    def __init__(self, endpoints: Endpoints, policy: RetryPolicy) -> None:
+        self.policy = policy
+        self.preferred = 0
+        """Place of the router that answered last."""
+        self._metadata = endpoints.metadata
+        self._closed = False
+        self.routers: Sequence[RouterStubs] = [_connect(address, endpoints) for address in endpoints.addresses]
+
+    def open(self, dial: Dial, timeout_s: float | None) -> StreamCall:
+        """Make the call of `dial`. Raises CancelledError if the client is closed."""
+        self._check_open()
+        inference = self.routers[dial.router].inference
+        if isinstance(dial.request, pb.GenerateRequest):
+            return inference.Generate(dial.request, timeout=timeout_s, metadata=self._metadata)
+        return inference.Attach(dial.request, timeout=timeout_s, metadata=self._metadata)
+
+    async def call(
+        self,
+        method: Callable[[RouterStubs], grpc.aio.UnaryUnaryMultiCallable[RequestT, ResponseT]],
+        request: RequestT,
+        timeout_s: float | None,
+    ) -> ResponseT:
+        """The answer of whichever router answers first. Raises PdServeError."""
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        turns = Turns(self.policy, len(self.routers), self.preferred)
+        turn = turns.again()
+        while True:
+            try:
+                answer = await self.call_at(turn.router, method, request, timeout_s, deadline)
+            except PdServeError as error:
+                again = turns.retry(error, time.monotonic(), deadline)
+                if again is None:
+                    raise
+                turn = again
+                await asyncio.sleep(turn.pause_s)
+            else:
+                self.preferred = turn.router
+                return answer
+
+    async def call_at(
+        self,
+        router: int,
+        method: Callable[[RouterStubs], grpc.aio.UnaryUnaryMultiCallable[RequestT, ResponseT]],
+        request: RequestT,
+        timeout_s: float | None,
+        deadline: float | None = None,
+    ) -> ResponseT:
+        """The answer of one router, without another try; `deadline` is what is left of `timeout_s`, if not all of it.
+
+        Raises PdServeError.
+        """
+        self._check_open()
+        stubs = self.routers[router]
+        left_s = timeout_s if deadline is None else deadline - time.monotonic()
+        try:
+            return await method(stubs)(request, timeout=left_s, metadata=self._metadata)
+        except grpc.RpcError as error:
+            raise failure_of(error, stubs.address, timeout_s).error from error
+
+    async def cancel(self, router: int, request_id: str) -> None:
+        """Tell a router that nobody wants a request any more; whether it hears it is its own business."""
+        message = pb.CancelRequest(request_id=request_id)
+        try:
+            await self.call_at(router, lambda stubs: stubs.inference.Cancel, message, CANCEL_TIMEOUT_S)
+        except PdServeError:
+            # It cannot be reached: then it will miss its client and end the request by itself.
+            return
+
+    async def close(self) -> None:
+        """Close all channels; what runs over them ends."""
+        self._closed = True
+        for router in self.routers:
+            await router.channel.close()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise CancelledError("the client is closed")
+
+
+def _connect(address: str, endpoints: Endpoints) -> RouterStubs:
+    options = list(endpoints.options)
+    channel = (
+        grpc.aio.insecure_channel(address, options=options)
+        if endpoints.credentials is None
+        else grpc.aio.secure_channel(address, endpoints.credentials, options=options)
+    )
+    return RouterStubs(address, channel, rpc.InferenceStub(channel), rpc.ClusterStub(channel))

@@ -1,0 +1,138 @@
+"""The grammars of all outputs of one worker, followed beside its steps.
+
+The scheduler's thread asks with `ready` whether an output's next token can be drawn, and with `allowed` for the mask of
+a step. Grammars are compiled and masks made on threads of their own, while the model computes: what `allowed` gives is
+called when the logits are there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import logging
+import os
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Final
+
+import numpy as np
+
+from pdserve.errors import InternalError, InvalidRequestError, PdServeError
+from pdserve.grammar.compiler import CompiledGrammar, GrammarCompiler
+from pdserve.grammar.state import GrammarState, Mask, num_words
+from pdserve.tokenizer import Tokenizer
+from pdserve.types import GenerationJob, Grammar, HandoffId
+
+log = logging.getLogger(__name__)
+
+MAX_WAIT_S: Final = 2.0
+"""How long a step may wait for the mask of one row: far longer than any takes that is within the limits of a grammar,
+unless the machine is in trouble."""
+
+_NUM_THREADS: Final = min(4, os.cpu_count() or 1)
+
+
+class SequenceGrammars:
+    """All methods but what `allowed` returns are called by one thread."""
+
+    def __init__(
+        self, load_tokenizer: Callable[[], Tokenizer], vocab_size: int, *, on_compiled: Callable[[], None]
+    ) -> None:
+        """For the running event loop, which calls `on_compiled` when a job that was not ready may be so now."""
+        self._compiler = GrammarCompiler(load_tokenizer, vocab_size)
+        self._vocab_size = vocab_size
+        self._on_compiled = on_compiled
+        self._loop = asyncio.get_running_loop()
+        self._awaited: set[Grammar] = set()
+        """Whose compilation will be told of."""
+        self._states: dict[HandoffId, GrammarState] = {}
+        self._failed: dict[HandoffId, PdServeError] = {}
+        self._threads: ThreadPoolExecutor | None = None
+
+    def prepare(self, job: GenerationJob) -> None:
+        """Begin to compile the grammar of a job that will need it."""
+        if job.grammar is not None:
+            self._compiler.compile(job.grammar)
+
+    def ready(self, job: GenerationJob) -> bool:
+        """Whether `allowed` can be asked for `job`. If not its grammar is being compiled.
+
+        Raises PdServeError if it cannot be.
+        """
+        key = HandoffId(job.request_id, job.attempt)
+        if job.grammar is None or key in self._states:
+            return True
+        compiling = self._compiler.compile(job.grammar)
+        if not compiling.done():
+            if job.grammar not in self._awaited:
+                self._awaited.add(job.grammar)
+                compiling.add_done_callback(functools.partial(self._compiled, job.grammar))
+            return False
+        self._states[key] = compiling.result().start(job.stop_token_ids)
+        return True
+
+    def allowed(self, job: GenerationJob, output_index: int, newest: Sequence[int]) -> Callable[[], Mask] | None:
+        """Gives the mask for output token number `output_index` (from 0), and never raises; None without a grammar.
+
+        `newest` are output tokens that end with the one before it, as many as have come since the last call for this
+        job or more. `ready` has been true.
+        """
+        if job.grammar is None:
+            return None
+        key = HandoffId(job.request_id, job.attempt)
+        state = self._states[key]
+        missing = output_index - state.num_tokens
+        assert 0 <= missing <= len(newest), f"{key} has {state.num_tokens} of {output_index} tokens"
+        tokens = tuple(newest[len(newest) - missing :])
+        may_stop = output_index >= job.min_new_tokens
+        if self._threads is None:
+            self._threads = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="grammar-mask")
+        making = self._threads.submit(_make_mask, state, tokens, may_stop)
+        return lambda: self._result(key, making)
+
+    def take_failed(self) -> dict[HandoffId, PdServeError]:
+        """Jobs whose grammar could not be followed in the last step: what was drawn for them is of no meaning."""
+        failed, self._failed = self._failed, {}
+        return failed
+
+    def forget(self, key: HandoffId) -> None:
+        """The job is over."""
+        self._states.pop(key, None)
+
+    def close(self) -> None:
+        """Start nothing more; what runs ends by itself."""
+        self._compiler.close()
+        if self._threads is not None:
+            self._threads.shutdown(wait=False, cancel_futures=True)
+
+    def _compiled(self, grammar: Grammar, _: Future[CompiledGrammar]) -> None:
+        """On the compiling thread."""
+        self._awaited.discard(grammar)
+        try:
+            self._loop.call_soon_threadsafe(self._on_compiled)
+        except RuntimeError:
+            log.debug("a grammar was compiled after the event loop had been closed")
+
+    def _result(self, key: HandoffId, making: Future[Mask]) -> Mask:
+        """The step has other rows, which go on when this one fails."""
+        error: BaseException | None
+        try:
+            error = making.exception(MAX_WAIT_S)
+        except TimeoutError:
+            error = InvalidRequestError(
+                f"grammar: too complex: it took longer than {MAX_WAIT_S:g} s to see which token may come next",
+                field="grammar",
+            )
+        if error is None:
+            return making.result()
+        if not isinstance(error, PdServeError):
+            log.error("a grammar failed", exc_info=error, extra={"request": key.request_id, "attempt": key.attempt})
+            error = InternalError("the grammar of this request could not be followed")
+        self._failed[key] = error
+        return np.full(num_words(self._vocab_size), 0xFFFFFFFF, np.uint32)
+
+
+def _make_mask(state: GrammarState, tokens: Sequence[int], may_stop: bool) -> Mask:
+    for token_id in tokens:
+        state.advance(token_id)
+    return state.mask(may_stop=may_stop)

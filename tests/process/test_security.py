@@ -1,0 +1,152 @@
+"""A whole cluster with mutual TLS, TLS and keys for clients: exact tokens, and certificates that change under load."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import ssl
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import pytest
+
+from pdserve.client import AsyncClient
+from pdserve.client.access import Access
+from pdserve.errors import UnauthenticatedError
+from pdserve.security.api_keys import new_key, read_keys, write_keys
+from pdserve.testing.certificates import Certificates
+from pdserve.testing.process_cluster import CALL_TIMEOUT_S, ProcessCluster, wait_until
+from pdserve.testing.reference import check_greedy
+from pdserve.testing.waiting import eventually
+
+PROMPTS = [[7, 30, 41], list(range(3, 90)), list(range(5, 250))]
+NUM_TOKENS = 24
+
+
+class Secured:
+    """The cluster and the way in."""
+
+    def __init__(self, cluster: ProcessCluster, certificates: Certificates, key: str, keys_file: Path) -> None:
+        self.cluster = cluster
+        self.certificates = certificates
+        self.key = key
+        self.keys_file = keys_file
+
+    def client(self, key: str | None = None) -> AsyncClient:
+        return AsyncClient(
+            self.cluster.address,
+            timeout_s=CALL_TIMEOUT_S,
+            tls=self.certificates.client_tls,
+            api_key=self.key if key is None else key,
+        )
+
+    @property
+    def log(self) -> list[dict[str, Any]]:
+        """All lines of all processes that are JSON."""
+        lines = [line for p in self.cluster.local.processes for line in self.cluster.lines(p.name)]
+        return [json.loads(line) for line in lines if line.startswith("{")]
+
+
+@pytest.fixture(scope="module")
+def secured(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Secured]:
+    directory = tmp_path_factory.mktemp("tls")
+    certificates = Certificates(directory / "certs")
+    entry, key = new_key("tests")
+    write_keys(directory / "keys.yaml", [entry])
+    cluster = ProcessCluster(
+        tiny_model,
+        access=Access(certificates.client_tls, key),
+        tls=certificates.settings,
+        router__keys_file=str(directory / "keys.yaml"),
+    )
+    with cluster:
+        yield Secured(cluster, certificates, key, directory / "keys.yaml")
+
+
+async def test_a_pair_with_mutual_tls_and_keys_gives_the_tokens_of_transformers(
+    secured: Secured, reference_model: Any
+) -> None:
+    async with secured.client() as client:
+        results = [
+            await client.generate(token_ids=p, max_tokens=NUM_TOKENS, temperature=0.0, ignore_eos=True) for p in PROMPTS
+        ]
+    checks = check_greedy(reference_model, PROMPTS, [result.token_ids for result in results])
+    assert [check.wrong_step for check in checks] == [None] * len(PROMPTS)
+    assert all(result.placement.kv_bytes > 0 for result in results)
+    warned = [line for line in secured.log if "without tcp, which would not be encrypted" in line["msg"]]
+    assert len(warned) == 2, "both workers say which transports they leave out"
+
+
+def test_http_speaks_tls_and_wants_a_key(secured: Secured) -> None:
+    address = secured.cluster.local.http_address
+    body = {"prompt": [7, 30, 41], "max_tokens": 4, "temperature": 0}
+    with httpx2.Client(base_url=f"https://{address}", verify=_context(secured), timeout=60) as client:
+        assert client.get("/health").status_code == 200
+        refused = client.post("/v1/completions", json=body)
+        assert refused.status_code == 401
+        assert refused.json()["error"]["code"] == "invalid_api_key"
+        client.headers["Authorization"] = f"Bearer {secured.key}"
+        answer = client.post("/v1/completions", json=body)
+    assert answer.status_code == 200
+    assert answer.json()["usage"]["completion_tokens"] == 4
+
+
+async def test_certificates_and_keys_are_replaced_under_load_without_a_failed_request(secured: Secured) -> None:
+    """Every process takes the new certificates, and goes on with the connections that it has."""
+    stop = asyncio.Event()
+    num_done = 0
+
+    async def load() -> None:
+        nonlocal num_done
+        while not stop.is_set():
+            # A client of its own each time: a new connection, with whatever certificate the router has then.
+            async with secured.client() as client:
+                result = await client.generate(token_ids=PROMPTS[1], max_tokens=8, temperature=0.0, ignore_eos=True)
+                assert len(result.token_ids) == 8
+                num_done += 1
+
+    def num_replaced() -> int:
+        return sum(line["msg"] == "certificates were replaced" for line in secured.log)
+
+    def serials() -> bytes:
+        return secured.certificates.read("public.pem")
+
+    before = serials()
+    async with asyncio.TaskGroup() as group:
+        for _ in range(4):
+            group.create_task(load())
+        entry, other = new_key("late")
+        await asyncio.to_thread(secured.certificates.issue)
+        write_keys(secured.keys_file, [*read_keys(secured.keys_file), entry])
+        assert serials() != before
+        await asyncio.to_thread(wait_until, lambda: num_replaced() >= 1, "the router has new certificates")
+        done = num_done
+        await asyncio.to_thread(wait_until, lambda: num_done >= done + 8, "requests go on")
+        async with secured.client(other) as client:
+            assert len((await client.generate(token_ids=[9], max_tokens=2, ignore_eos=True)).token_ids) == 2
+        stop.set()
+    write_keys(secured.keys_file, [key for key in read_keys(secured.keys_file) if key.name != "late"])
+
+    async def is_revoked() -> bool:
+        try:
+            async with secured.client(other) as client:
+                await client.status()
+        except UnauthenticatedError:
+            return True
+        return False
+
+    await eventually(is_revoked, "the key that was removed is refused")
+
+
+def test_no_log_has_a_key_or_a_hash(secured: Secured) -> None:
+    lines = "\n".join(line for p in secured.cluster.local.processes for line in secured.cluster.lines(p.name))
+    hashes = [key.sha256 for key in read_keys(secured.keys_file)]
+    assert secured.key not in lines and not any(found in lines for found in hashes)
+    assert not re.search(r"pdk-[0-9a-f]{12}-", lines)
+
+
+def _context(secured: Secured) -> Any:
+    return ssl.create_default_context(cafile=secured.certificates.ca_file)
