@@ -9,7 +9,7 @@ import socket
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import psutil
@@ -91,26 +91,33 @@ async def test_server_is_gone_when_its_parent_is_killed() -> None:
     assert not directory.exists()
 
 
-def test_directories_of_servers_in_use_are_left_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    (tmp_path / "pdserve-redis-abandoned").mkdir()
-    (tmp_path / "other").mkdir()
+@pytest.fixture
+def short_path() -> Iterator[Path]:
+    """Where a socket may lie: under `tmp_path` its name can be too long."""
+    with tempfile.TemporaryDirectory(prefix="pd-", dir="/tmp") as directory:
+        yield Path(directory)
+
+
+def test_directories_of_servers_in_use_are_left_alone(monkeypatch: pytest.MonkeyPatch, short_path: Path) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(short_path))
+    (short_path / "pdserve-redis-abandoned").mkdir()
+    (short_path / "other").mkdir()
     starting = EmbeddedRedis()
-    assert sorted(p.name for p in tmp_path.iterdir()) == sorted(["other", starting.directory.name])
+    assert sorted(p.name for p in short_path.iterdir()) == sorted(["other", starting.directory.name])
     with EmbeddedRedis() as running:
         EmbeddedRedis().close()
         assert starting.directory.exists()
         assert Path(running.url.removeprefix("unix://")).is_socket()
     starting.close()
-    assert [p.name for p in tmp_path.iterdir()] == ["other"]
+    assert [p.name for p in short_path.iterdir()] == ["other"]
 
 
 def test_a_directory_of_which_only_the_server_is_alive_is_left_alone(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    monkeypatch: pytest.MonkeyPatch, short_path: Path
 ) -> None:
     """Where the kernel does not end a server with its owner."""
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    orphan = tmp_path / "pdserve-redis-x"
+    monkeypatch.setattr(tempfile, "tempdir", str(short_path))
+    orphan = short_path / "pdserve-redis-x"
     orphan.mkdir()
     with socket.socket(socket.AF_UNIX) as server:
         server.bind(str(orphan / "redis.sock"))
