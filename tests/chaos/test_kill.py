@@ -159,24 +159,28 @@ async def test_streams_survive_lost_and_frozen_workers(
     for number in range(num_rounds(pytestconfig)):
         for fault in FAULTS:
             kind, role = fault.split()
-            victim = f"{role}-{choice.randrange(2)}"
-            before = cluster.infos()[victim].incarnation
-            process = cluster.local.process(victim)
+            before = cluster.infos()
             number_of_signal = signal.SIGKILL if kind == "kill" else signal.SIGSTOP
-            print(f"round {number}: {fault} ({victim})")
+            struck: list[str] = []
+
+            def strike(role: str = role, number: int = number_of_signal, struck: list[str] = struck) -> None:
+                """Whoever has most of the streams; of prefill workers, which have none any more, anyone."""
+                running = {name: stats.num_running for name, stats in cluster.stats().items() if name.startswith(role)}
+                most = max(running.values())
+                struck.append(choice.choice(sorted(name for name, n in running.items() if n == most)))
+                cluster.local.process(struck[0]).send_signal(number)
+
             try:
-                results = await stream_all(
-                    cluster.address,
-                    cases,
-                    lambda p=process, s=number_of_signal: p.send_signal(s),  # type: ignore[misc]
-                )
+                results = await stream_all(cluster.address, cases, strike)
+                print(f"round {number}: {fault} ({struck[0]})")
                 num_replayed = assert_exact_or_typed(cases, results)
-                # A decode worker had half of the streams; a prefill worker may have handed all of its own over.
                 assert num_replayed > 0 or role == "prefill"
             finally:
-                process.send_signal(signal.SIGCONT)
+                for name in struck:
+                    cluster.local.process(name).send_signal(signal.SIGCONT)
+            victim = struck[0]
 
-            def back(victim: str = victim, kind: str = kind, before: str = before) -> bool:
+            def back(victim: str = victim, kind: str = kind, before: str = before[victim].incarnation) -> bool:
                 info = cluster.infos().get(victim)
                 return info is not None and (info.incarnation == before) == (kind == "freeze")
 

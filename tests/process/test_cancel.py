@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from pdserve.client import AsyncClient, AsyncGenerationStream
-from pdserve.errors import CancelledError, DeadlineExceededError, NotFoundError, PdServeError
+from pdserve.errors import CancelledError, CapacityError, DeadlineExceededError, NotFoundError, PdServeError
 from pdserve.testing.process_cluster import CALL_TIMEOUT_S, TERMINAL, ProcessCluster
 from pdserve.testing.reference import check_greedy
 from pdserve.testing.waiting import eventually
@@ -79,7 +79,8 @@ async def reach(client: AsyncClient, request_id: str, wanted: str) -> str:
 async def end_at(client: AsyncClient, request_id: str, moment: str, drop: bool, pause: random.Random) -> str:
     """Run one request into its end. Returns the state in which the end met it, or the moment's name."""
     if moment == "deadline":
-        with pytest.raises(DeadlineExceededError):
+        # Who cannot be in time is told so at once.
+        with pytest.raises((DeadlineExceededError, CapacityError)):
             await long_request(client, request_id, timeout_s=pause.uniform(0.02, 0.6)).result()
         return moment
     async with long_request(client, request_id) as stream:

@@ -128,8 +128,8 @@ async def test_a_seeded_request_does_not_depend_on_its_neighbours(two_pairs: Pro
                 together.append((await asyncio.gather(*jobs))[position])
         another_seed, unseeded = await generate(prompt, 43), await generate(prompt, None)
     results = [*alone, *together]
+    # Its prompt is cached at one prefill worker, and usually computed there.
     assert {r.placement.decode_worker for r in results} == {"decode-0", "decode-1"}
-    assert {r.placement.prefill_worker for r in results} == {"prefill-0", "prefill-1"}
     assert {r.token_ids for r in results} == {alone[0].token_ids}
     assert len(alone[0].token_ids) == NUM_SEEDED_TOKENS
     assert len({alone[0].token_ids, another_seed.token_ids, unseeded.token_ids}) == 3

@@ -125,6 +125,16 @@ async def test_certificates_and_keys_are_replaced_under_load_without_a_failed_re
         await asyncio.to_thread(wait_until, lambda: num_replaced() >= 1, "the router has new certificates")
         done = num_done
         await asyncio.to_thread(wait_until, lambda: num_done >= done + 8, "requests go on")
+
+        async def is_known() -> bool:
+            try:
+                async with secured.client(other) as client:
+                    await client.status()
+            except UnauthenticatedError:
+                return False
+            return True
+
+        await eventually(is_known, "the new key is known")
         async with secured.client(other) as client:
             assert len((await client.generate(token_ids=[9], max_tokens=2, ignore_eos=True)).token_ids) == 2
         stop.set()
