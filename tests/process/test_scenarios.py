@@ -176,18 +176,18 @@ async def test_a_deleted_request_ends_for_whoever_waits_for_it(one_pair: Process
             return str((await client.get(f"/v1/requests/{name}")).json().get("state"))
 
         async def all_decode() -> bool:
-            return {await state(f"runs-{i}") for i in range(8)} == {"DECODING"}
+            return {await state(f"ends-{i}") for i in range(8)} == {"DECODING"}
 
         async def is_known() -> bool:
             return await state("waits") != "None"
 
         # The batch of the decode worker has 8 places.
-        running = [start(f"runs-{i}", 1500) for i in range(8)]
+        running = [start(f"ends-{i}", 1500) for i in range(8)]
         await eventually(all_decode, "all decode", WAIT_S)
         waiting = start("waits", 1500)
         await eventually(is_known, "one more waits", WAIT_S)
         assert await state("waits") not in TERMINAL
-        for name, task in (("waits", waiting), ("runs-0", running[0])):
+        for name, task in (("waits", waiting), ("ends-0", running[0])):
             assert (await client.delete(f"/v1/requests/{name}")).json()["cancelled"] is True
             answer = await asyncio.wait_for(task, 10)
             assert (answer.status_code, answer.json()["error"]["code"]) == (499, "cancelled")
@@ -197,6 +197,6 @@ async def test_a_deleted_request_ends_for_whoever_waits_for_it(one_pair: Process
         assert (await client.delete("/v1/requests/short")).json()["cancelled"] is False
         assert (await client.delete("/v1/requests/never")).status_code == 404
         for i in range(1, 8):
-            await client.delete(f"/v1/requests/runs-{i}")
+            await client.delete(f"/v1/requests/ends-{i}")
         assert {(await task).status_code for task in running} == {499}
     await asyncio.to_thread(one_pair.assert_quiet)
