@@ -46,7 +46,7 @@ demo: $(RUNTIME) ## Run a cluster on this machine and send it a few prompts
 
 test: $(DEV) ## Run the whole test suite (no GPU needed)
 # Modules of the first two layers, which often wait, share the cores; processes and their time-outs have them alone.
-	$(BIN)/pytest -n 3 --dist loadfile tests/unit tests/component
+	$(BIN)/pytest -n 2 --dist loadfile tests/unit tests/component
 	$(BIN)/pytest --ignore tests/unit --ignore tests/component
 
 check: $(DEV) ## Run formatter, linters, type checker and generated-code check

@@ -25,8 +25,12 @@ class Follower:
 
     def take(self, event: PrefixEvent) -> None:
         """An event of this process. What is in the index already is ignored, as is everything while a snapshot is
-        needed: it is in the snapshot, or comes again after it."""
-        if self._seq is None or event.seq <= self._seq:
+        needed: it is in the snapshot, or comes again after it.
+
+        One that tells everything anew is taken again under the number that was known: a worker that got no answer uses
+        it twice, and what it had announced may have been lost while a snapshot was read.
+        """
+        if self._seq is None or event.seq < self._seq or (event.seq == self._seq and not event.cleared):
             return
         if event.cleared:
             self._index.cleared(self.key)

@@ -86,6 +86,7 @@ async def run(ops: list[tuple[object, ...]]) -> World:
 @settings(max_examples=300, deadline=None)
 @given(st.lists(op, max_size=40))
 @example([("serve", "p0", 1, 8), ("announce", "p0", "answer lost"), ("serve", "p0", 12, 8), ("announce", "p0", "well")])
+@example([("serve", "p0", 0, 2), ("announce", "p0", "answer lost"), ("read during flush",)])
 @example([("serve", "p0", 1, 8), ("announce", "p0", "well"), ("read", None), ("remember",), ("serve", "p0", 12, 8),
           ("announce", "p0", "well"), ("read", None), ("fail over",)])  # fmt: skip
 @example(
