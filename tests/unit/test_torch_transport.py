@@ -95,11 +95,11 @@ async def test_frames_arrive_whole_and_in_order_whatever_their_pieces() -> None:
 
 async def test_links_of_one_decode_worker_do_not_mix() -> None:
     sink = FrameSink()
-    context = transport_context("d", 5.0)
+    context = transport_context("d", 20.0)
     async with decode_side(sink, context) as receiver:
         links = [LinkId(f"p{i}", 3) for i in range(4)]
         senders = [
-            (await connect(receiver, transport_context(link.prefill_incarnation, 5.0), link))[0] for link in links
+            (await connect(receiver, transport_context(link.prefill_incarnation, 20.0), link))[0] for link in links
         ]
         frames = [random_frame(seq, [400_000]) for seq in range(len(links))]
         for _ in range(5):
