@@ -47,7 +47,7 @@ def make_config(redis_url: str, cluster: str, model_path: Path, **router: Any) -
         {
             "cluster": cluster,
             "model": {"path": str(model_path)},
-            "store": {"url": redis_url, "poll_s": 0.02, "timeout_s": 0.5},
+            "store": {"url": redis_url, "poll_s": 0.02, "timeout_s": 1.0},
             "router": {"listen": "127.0.0.1:0", "worker_wait_s": 2.0, "drain_timeout_s": 2.0, **router},
             "health": {"heartbeat_s": 0.1, "peer_timeout_s": 0.8},
         }

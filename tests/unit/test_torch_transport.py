@@ -240,7 +240,7 @@ async def test_a_host_that_is_not_of_this_machine_is_a_configuration_error() -> 
 
 async def test_links_leave_no_descriptors_threads_or_keys() -> None:
     sink = FrameSink()
-    context = transport_context("p", 5.0)
+    context = transport_context("p", 20.0)
     process = psutil.Process()
     async with decode_side(sink, replace(context, incarnation="d")) as receiver:
         used: list[tuple[int, int]] = []
