@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import sys
 import time
 from collections.abc import Sequence
-from pathlib import Path
 
 from benchmarks.front_door.stage import MODEL, PROMPT_TOKENS, Stage
+from benchmarks.harness.command_line import parse
 from benchmarks.harness.quiet import ForeignLoad, exclusive, in_own_session, raise_weight, rerun_in_own_session
 from benchmarks.harness.report import Report
 from benchmarks.peers.catalogue import default_cache
@@ -156,23 +155,10 @@ class Benchmark:
             self._report.add("foreign_cores", cores[worst], "cores", note=f"at worst, in part {worst}{doubt}")
 
 
-def parse(arguments: Sequence[str]) -> argparse.Namespace:
-    """The command line."""
-    parser = argparse.ArgumentParser(prog="api.py", description=__doc__)
-    parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
-    parser.add_argument("--out", type=Path, metavar="FILE", help="also write the JSON object there")
-    parser.add_argument("--quick", action="store_true", help="fewer samples, for use while developing")
-    parser.add_argument("--only", default=",".join(PARTS), help="comma list of parts; default: %(default)s")
-    options = parser.parse_args(arguments)
-    options.only = options.only.split(",")
-    if unknown := [name for name in options.only if name not in PARTS]:
-        parser.error(f"--only: no such part: {', '.join(unknown)}; there are {', '.join(PARTS)}")
-    return options
-
-
 def main() -> int:
     """Exit status 0 if everything ran, whatever the figures say."""
-    options = parse(sys.argv[1:])
+    quick = "fewer samples, for use while developing"
+    options = parse(sys.argv[1:], PARTS, prog="api.py", description=__doc__, quick=quick)
     if not in_own_session():
         return rerun_in_own_session()
     with exclusive(default_cache().parent / "benchmark.lock"):

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import statistics
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
+from benchmarks.harness.command_line import parse
 from benchmarks.harness.quiet import ForeignLoad, exclusive, in_own_session, raise_weight, rerun_in_own_session
 from benchmarks.harness.report import Report
 from benchmarks.peers.catalogue import default_cache
@@ -118,23 +117,10 @@ def _p99(ordered: Sequence[float]) -> float:
     return ordered[min(len(ordered) - 1, int(0.99 * len(ordered)))]
 
 
-def parse(arguments: Sequence[str]) -> argparse.Namespace:
-    """The command line."""
-    parser = argparse.ArgumentParser(prog="router.py", description=__doc__)
-    parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
-    parser.add_argument("--out", type=Path, metavar="FILE", help="also write the JSON object there")
-    parser.add_argument("--quick", action="store_true", help="a smaller index and fewer samples, while developing")
-    parser.add_argument("--only", default=",".join(PARTS), help="comma list of parts; default: %(default)s")
-    options = parser.parse_args(arguments)
-    options.only = options.only.split(",")
-    if unknown := [name for name in options.only if name not in PARTS]:
-        parser.error(f"--only: no such part: {', '.join(unknown)}; there are {', '.join(PARTS)}")
-    return options
-
-
 def main() -> int:
     """Exit status 0 if everything ran, whatever the figures say."""
-    options = parse(sys.argv[1:])
+    quick = "a smaller index and fewer samples, while developing"
+    options = parse(sys.argv[1:], PARTS, prog="router.py", description=__doc__, quick=quick)
     if not in_own_session():
         return rerun_in_own_session()
     with exclusive(default_cache().parent / "benchmark.lock"):
