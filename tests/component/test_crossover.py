@@ -62,12 +62,12 @@ async def test_decode_workers_compute_nothing_where_they_may_not(rigs: RouterRig
 
 async def test_what_is_learned_and_where_the_ways_cross_is_shown(rigs: RouterRigs) -> None:
     async with rigs.start(prefill_chunk_tokens=64) as rig:
+        # So slow that a busy machine makes no difference.
+        rig.fleet.prefill["p0"].token_s = 1e-4
         for number in range(6):
             await rig.client.generate(ask(2, (number + 60, *LONG)))
         status = await rig.client.status()
-        # 0 where a busy machine makes steps slow.
-        assert status.HasField("local_prefill_up_to")
-        assert status.local_prefill_up_to <= 2048
+        assert 0 < status.local_prefill_up_to <= 2048
         costs = {worker.info.worker_id: worker.costs for worker in status.workers}
         assert costs["p0"].prefill.num_observations == 6
         assert costs["p0"].handover.num_observations == 6

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from pdserve.client import Client, RetryPolicy
 from pdserve.errors import UnavailableError
 from pdserve.testing.process_cluster import ProcessCluster, wait_until
 from pdserve.testing.reference import check_greedy
@@ -78,8 +79,10 @@ def test_without_the_matching_worker_requests_are_refused(cluster: ProcessCluste
     """O-KVT-4: UNAVAILABLE, never tokens. Last in this module: the matching worker is killed."""
     assert cluster.client.models()[0].ready
     cluster.kill_worker("decode-0")
-    with pytest.raises(UnavailableError, match="no usable workers"):
-        generate()
+    with Client(cluster.address, retry=RetryPolicy(max_attempts=1)) as client:
+        for _ in range(3):
+            with pytest.raises(UnavailableError, match="no usable workers"):
+                client.generate(token_ids=[3, 4, 5], max_tokens=6)
     assert not cluster.client.models()[0].ready
     assert all(s.generated_tokens_total == 0 for s in cluster.stats_of(Role.DECODE))
     # With a matching one everything is served again.

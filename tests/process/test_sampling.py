@@ -121,18 +121,21 @@ async def test_a_seeded_request_does_not_depend_on_its_neighbours(two_pairs: Pro
 
         alone = [await generate(prompt, 42) for _ in range(4)]
         together: list[Generation] = []
-        used: set[str] = set()
+        used_decode: set[str] = set()
+        used_prefill: set[str] = set()
         for seeds in ((None,) * 4, (1, 2, 3, 42)):
             for position in (0, 4):
                 jobs = [generate(ids, seed) for ids, seed in zip(others, seeds, strict=True)]
                 jobs.insert(position, generate(prompt, 42))
                 answers = await asyncio.gather(*jobs)
                 together.append(answers[position])
-                used |= {answer.placement.decode_worker for answer in answers}
+                used_decode |= {answer.placement.decode_worker for answer in answers}
+                used_prefill |= {answer.placement.prefill_worker for answer in answers}
         another_seed, unseeded = await generate(prompt, 43), await generate(prompt, None)
     results = [*alone, *together]
     # Where its prompt is cached it is usually computed and decoded; neighbours are everywhere.
-    assert used == {"decode-0", "decode-1"}
+    assert used_decode == {"decode-0", "decode-1"}
+    assert used_prefill == {"prefill-0", "prefill-1"}
     assert {r.token_ids for r in results} == {alone[0].token_ids}
     assert len(alone[0].token_ids) == NUM_SEEDED_TOKENS
     assert len({alone[0].token_ids, another_seed.token_ids, unseeded.token_ids}) == 3
