@@ -239,8 +239,9 @@ class _WorkerSession(Generic[_C, _E]):
             await call.write(self._wire.hello(self._router_id))
             while True:
                 await call.write(self._wire.encode(await commands.get()))
-        except asyncio.InvalidStateError:
-            # The stream has ended; the reader knows why.
+        except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
+            # The stream has ended. What the worker sent before that is still to be read, such as that it drains; the
+            # reader finds the end after it.
             return
 
     async def _beat(self, commands: asyncio.Queue[Command]) -> NoReturn:

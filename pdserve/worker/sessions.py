@@ -99,6 +99,7 @@ class SessionHub(Generic[Request, Response, Command, Event]):
         """Send the statistics to every router now, for instance because the worker has begun to drain."""
         for session in self._sessions.values():
             session.stats_at = 0.0
+            session.drained.clear()
             session.changed.set()
 
     async def serve(self, requests: AsyncIterable[Request]) -> AsyncIterator[Response]:

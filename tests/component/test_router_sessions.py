@@ -7,6 +7,7 @@ the order of its sender.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import defaultdict
 from collections.abc import AsyncIterator
 from typing import Any
@@ -30,6 +31,7 @@ from router.sessions import open_session
 NUM_SENDERS = 20
 NUM_COMMANDS = 100
 """Of each sender."""
+NUM_LAST_WORDS = 100
 
 
 class _RecordingWorker(pb_grpc.DecodeWorkerServicer):
@@ -95,6 +97,63 @@ async def test_a_session_that_is_cancelled_while_it_breaks_ends() -> None:
     finally:
         listener.running.cancel()
         await worker.kill()
+
+
+class _LeavingWorker(pb_grpc.DecodeWorkerServicer):
+    """Ends its session after `NUM_LAST_WORDS` reports, the last of which says that it drains."""
+
+    def __init__(self, info: WorkerInfo) -> None:
+        self.info = info
+
+    async def Session(self, request_iterator: Any, context: Any) -> AsyncIterator[pb.DecodeEvents]:  # noqa: N802
+        hello = pb.WorkerHello(info=worker_info_to_proto(self.info), stats=stats_to_proto(WorkerStats()))
+        yield pb.DecodeEvents(hello=hello)
+        for number in range(NUM_LAST_WORDS):
+            yield pb.DecodeEvents(stats=stats_to_proto(WorkerStats(draining=number == NUM_LAST_WORDS - 1)))
+
+
+class _SlowListener(_Listener):
+    """Takes so long that the session has ended long before everything is read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_reports = 0
+        self.draining = False
+        self.reasons: list[str] = []
+        self.disconnected = asyncio.Event()
+
+    def on_message(self, message: WorkerMessage) -> None:
+        assert message.stats is not None
+        self.num_reports += 1
+        self.draining = message.stats.draining
+        time.sleep(0.002)
+
+    def on_disconnected(self, reason: str) -> None:
+        self.reasons.append(reason)
+        self.disconnected.set()
+
+
+async def test_what_a_worker_says_before_it_ends_its_session_is_read_although_commands_cannot_be_written_any_more() -> (
+    None
+):
+    worker = _LeavingWorker(fake_info("d0", Role.DECODE, model="m", model_fingerprint="f"))
+    server = grpc.aio.server(options=list(SERVER_OPTIONS))
+    pb_grpc.add_DecodeWorkerServicer_to_server(worker, server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    worker.info = fake_info("d0", Role.DECODE, model="m", model_fingerprint="f", address=f"127.0.0.1:{port}")
+    await server.start()
+    listener = _SlowListener()
+    health = HealthSection(heartbeat_s=0.001, peer_timeout_s=60.0)
+    session = open_session(worker.info, router_id="r", health=health, listener=listener)
+    running = asyncio.create_task(session.run(lambda: not listener.reasons))
+    try:
+        async with asyncio.timeout(10):
+            await listener.disconnected.wait()
+        assert (listener.num_reports, listener.draining) == (NUM_LAST_WORDS, True), listener.reasons
+    finally:
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+        await server.stop(None)
 
 
 async def test_commands_of_many_tasks_arrive_once_and_in_order() -> None:
