@@ -284,6 +284,8 @@ def _add_summary(message: pb.GenerateResponse, summary: Summary) -> None:
     message.usage.completion_tokens = summary.num_output_tokens
     message.usage.cached_tokens = summary.num_cached_tokens
     message.usage.fetched_tokens = summary.num_fetched_tokens
+    message.usage.accepted_draft_tokens = summary.num_accepted_drafts
+    message.usage.rejected_draft_tokens = summary.num_rejected_drafts
     message.timings.CopyFrom(_timings(summary.phases))
     message.placement.CopyFrom(_placement(summary))
 
@@ -295,6 +297,7 @@ def _placement(summary: Summary) -> pb.Placement:
         transport=summary.transport,
         kv_bytes=summary.kv_bytes,
         attempts=summary.num_attempts,
+        migrations=summary.num_migrations,
         decode_local_prefill_tokens=summary.num_local_prefill_tokens,
         local_prefill=not summary.prefill_worker,
     )

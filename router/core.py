@@ -16,7 +16,7 @@ from router.generation import Ask, Generation, Inheritance
 from router.grammar import Grammars
 from router.limits import CallLimiter
 from router.prompts import Prompts
-from router.request import RequestServices
+from router.request_services import RequestServices
 from router.requests import RequestTable
 from router.resume_record import ResolvedPrompt
 from router.status import RequestStatus, combined

@@ -6,6 +6,7 @@ The rest of the router never sees a protobuf message of the internal protocol.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Final
 
 from pdserve.rpc.codec import (
     finish_from_proto,
@@ -94,6 +95,10 @@ class StepTokens:
     num_local_prefill_tokens: int
     logprobs: tuple[TokenLogprobs, ...] = ()
     """Of `token_ids`, if asked for."""
+    num_accepted: int = 0
+    """Those of `token_ids` that were drafted."""
+    num_rejected: int = 0
+    """Tokens that were drafted in vain."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +115,43 @@ class JobFailed:
     """Worker id to leave out of the next attempt; may be empty."""
 
 
-WorkerEvent = PrefillStarted | PromptLogprobs | FirstToken | HandedOff | StepTokens | JobFailed
+@dataclass(frozen=True, slots=True)
+class MigrationWanted:
+    """The decode worker would like the stream to go on at another one."""
+
+    request_id: str
+    attempt: int
+    cause: str
+    """drain, room, or unknown: of a newer version."""
+
+
+@dataclass(frozen=True, slots=True)
+class Migrated:
+    """Another decode worker has the stream. No token of the sender's comes after this."""
+
+    request_id: str
+    attempt: int
+    new_attempt: int
+    transport: str
+    kv_bytes: int
+    stop_s: float
+    """Seconds without a token, as far as the sender knows."""
+
+
+@dataclass(frozen=True, slots=True)
+class MigrationFailed:
+    """The stream goes on where it was."""
+
+    request_id: str
+    attempt: int
+    new_attempt: int
+    code: str
+    message: str
+
+
+MigrationEvent = MigrationWanted | Migrated | MigrationFailed
+
+WorkerEvent = PrefillStarted | PromptLogprobs | FirstToken | HandedOff | StepTokens | JobFailed | MigrationEvent
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,6 +172,17 @@ class SubmitLocal:
 
 
 @dataclass(frozen=True, slots=True)
+class Migrate:
+    """To a decode worker: move a stream to `target`, where it goes on as `new_attempt`."""
+
+    request_id: str
+    attempt: int
+    new_attempt: int = 0
+    target: DecodeTarget | None = None
+    """None: there is nobody who could take it."""
+
+
+@dataclass(frozen=True, slots=True)
 class CancelJob:
     """Stop; harmless for a job that has ended."""
 
@@ -143,7 +195,7 @@ class Beat:
     """Nothing to say, still here."""
 
 
-Command = SubmitJob | SubmitLocal | CancelJob | Beat
+Command = SubmitJob | SubmitLocal | Migrate | CancelJob | Beat
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,7 +225,7 @@ def prefill_command(command: Command) -> pb.PrefillCommand:
                 prefix_holders=[holder_to_proto(holder) for holder in command.holders],
             )
             return pb.PrefillCommand(submit=submit)
-        case SubmitLocal():
+        case SubmitLocal() | Migrate():
             raise AssertionError("a prefill worker decodes nothing")
         case CancelJob():
             return pb.PrefillCommand(cancel=pb.CancelJob(request_id=command.request_id, attempt=command.attempt))
@@ -188,6 +240,15 @@ def decode_command(command: Command) -> pb.DecodeCommand:
             raise AssertionError("a decode worker hands nothing over")
         case SubmitLocal():
             return pb.DecodeCommand(submit=job_to_proto(command.job))
+        case Migrate():
+            return pb.DecodeCommand(
+                migrate=pb.Migrate(
+                    request_id=command.request_id,
+                    attempt=command.attempt,
+                    new_attempt=command.new_attempt,
+                    target=None if command.target is None else target_to_proto(command.target),
+                )
+            )
         case CancelJob():
             return pb.DecodeCommand(cancel=pb.CancelJob(request_id=command.request_id, attempt=command.attempt))
         case Beat():
@@ -255,6 +316,8 @@ def _decode_event(event: pb.DecodeEvent) -> WorkerEvent | None:
                 first_step_s=tokens.first_step_s,
                 num_local_prefill_tokens=tokens.local_prefill_tokens,
                 logprobs=logprobs_from_proto(tokens.logprobs) if tokens.HasField("logprobs") else (),
+                num_accepted=tokens.accepted_draft_tokens,
+                num_rejected=tokens.rejected_draft_tokens,
             )
         case "started":
             return _started(event.started)
@@ -264,8 +327,22 @@ def _decode_event(event: pb.DecodeEvent) -> WorkerEvent | None:
             return _first_token(event.first_token)
         case "failed":
             return _failed(event.failed)
+        case "migration_wanted":
+            wanted = event.migration_wanted
+            return MigrationWanted(wanted.request_id, wanted.attempt, _CAUSES.get(wanted.cause, "unknown"))
+        case "migrated":
+            moved = event.migrated
+            return Migrated(
+                moved.request_id, moved.attempt, moved.new_attempt, moved.transport, moved.kv_bytes, moved.stop_s
+            )
+        case "migration_failed":
+            stays = event.migration_failed
+            return MigrationFailed(stays.request_id, stays.attempt, stays.new_attempt, stays.code, stays.message)
         case None:
             return None
+
+
+_CAUSES: Final = {pb.MIGRATION_CAUSE_DRAIN: "drain", pb.MIGRATION_CAUSE_ROOM: "room"}
 
 
 def _started(started: pb.PrefillStarted) -> PrefillStarted:

@@ -59,7 +59,10 @@ class Placer:
     def _look(self) -> None:
         if self._needs is None:
             return
-        placement = self._pool.place(dataclasses.replace(self._needs, excluded=frozenset(self._excluded)))
+        needs = self._needs
+        if self._excluded:
+            needs = dataclasses.replace(needs, excluded=frozenset(self._excluded))
+        placement = self._pool.place(needs)
         if placement is not None:
             self.stop()
             self._on_placed(placement)

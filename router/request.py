@@ -12,10 +12,8 @@ import logging
 import random
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Final
 
-from pdserve.config.schema import RouterSection
 from pdserve.errors import (
     CancelledError,
     DeadlineExceededError,
@@ -28,27 +26,40 @@ from pdserve.errors import (
     error_from_code,
 )
 from pdserve.lifecycle import Action, RequestEvent, RequestLifecycle, RequestState
-from pdserve.store.journal import RequestJournal
 from pdserve.store.requests import RequestRecord
-from pdserve.tokenizer import Tokenizer
-from pdserve.types import FinishReason, GenerationJob, TokenLogprobs
-from router.admission import Admission, Waiting
+from pdserve.types import FinishReason, TokenLogprobs
+from router.admission import Waiting
 from router.attempt import Attempt
-from router.events import FirstToken, HandedOff, JobFailed, PrefillStarted, PromptLogprobs, StepTokens, WorkerEvent
-from router.index import PrefixLocations, PrefixNames
+from router.events import (
+    FirstToken,
+    HandedOff,
+    JobFailed,
+    Migrated,
+    MigrationFailed,
+    MigrationWanted,
+    PrefillStarted,
+    PromptLogprobs,
+    StepTokens,
+    WorkerEvent,
+)
+from router.index import PrefixNames
+from router.jobs import finish_reason, job_of, output_of
 from router.local_attempt import LocalAttempt
-from router.metrics import RouterMetrics
-from router.output import Output, PromptScores, TextOutput, TokenSequence
-from router.placement import Estimate, PlacementRequest, WorkerKey
+from router.migrating_attempt import MigratingAttempt
+from router.migrations import Migrations
+from router.output import Output, PromptScores
+from router.placement import PlacementRequest, WorkerKey
 from router.placer import Placer
 from router.remote_attempt import RemoteAttempt
+from router.request_services import RequestServices
+from router.served import Served
 from router.status import RequestStatus
-from router.stream import OutputLog, Summary
+from router.stream import OutputLog
 from router.timeline import Timeline
 from router.timers import Timers
 from router.validation import GenerationSpec
 from router.worker import Worker
-from router.worker_pool import Placement, WorkerPool
+from router.worker_pool import Placement
 
 log = logging.getLogger(__name__)
 
@@ -66,22 +77,6 @@ TOKENS_AT_ONCE: Final = 256
 
 DEADLINE_SLACK_S: Final = 0.05
 """A client's own deadline cancels its call a little before or after ours; both mean the deadline."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RequestServices:
-    """What all requests of a router share."""
-
-    router_id: str
-    model: str
-    """Name of the model that is served."""
-    config: RouterSection
-    pool: WorkerPool
-    journal: RequestJournal
-    tokenizer: Tokenizer
-    prefixes: PrefixLocations
-    admission: Admission
-    metrics: RouterMetrics
 
 
 class Request:
@@ -122,18 +117,11 @@ class Request:
         """Its place in the queue of this router, or what that was. It waits there once: later attempts do not."""
         self._leave_group: Callable[[Request], None] | None = None
         """Set while a group waits, and looks for workers, for it."""
+        self._migrations = Migrations(services.pool, services.metrics)
         self._max_attempts = services.config.max_attempts
-        self._prefill_worker = ""
-        self._decode_worker = ""
-        self._transport = ""
-        self._kv_bytes = 0
-        self._num_cached_tokens = 0
-        self._num_fetched_tokens = 0
+        self._served = Served()
         self._decoder: WorkerKey | None = None
         """The latest worker that has sent tokens of it and has exact KV of them."""
-        self._num_local_prefill_tokens = 0
-        self._estimate: Estimate | None = None
-        """What the attempt that sent the first token was expected to take."""
         self._error_code = ""
         self._dispatched_at = received_at
         """When the current attempt was sent."""
@@ -175,8 +163,8 @@ class Request:
             state=self.state,
             attempt=self.attempt_number,
             router_id=self._services.router_id,
-            prefill_worker=self._prefill_worker,
-            decode_worker=self._decode_worker,
+            prefill_worker=self._served.prefill_worker,
+            decode_worker=self._served.decode_worker,
             num_prompt_tokens=self.num_prompt_tokens,
             num_output_tokens=self.num_output_tokens,
             error_code=self._error_code if self.state is RequestState.FAILED else "",
@@ -206,17 +194,7 @@ class Request:
         self._timeline.tokenized(time.monotonic())
 
     def _make_output(self, spec: GenerationSpec) -> None:
-        self._output = Output(
-            TokenSequence(spec.max_tokens),
-            TextOutput(
-                self._services.tokenizer,
-                spec.prompt_ids,
-                spec.stop_strings,
-                spec.min_tokens,
-                skip_special_tokens=spec.skip_special_tokens,
-                include_stop_string=spec.include_stop_string,
-            ),
-        )
+        self._output = output_of(spec, self._services.tokenizer)
         if spec.num_prompt_logprobs is not None:
             self._prompt_scores = PromptScores(len(spec.prompt_ids))
 
@@ -239,7 +217,7 @@ class Request:
         self._lifecycle = RequestLifecycle(self.request_id, self._received_at, attempt=record.attempt)
         self._max_attempts += record.attempt - 1
         self._make_output(spec)
-        await self._recall(tokens, _finish_reason(spec, tokens))
+        await self._recall(tokens, finish_reason(spec, tokens))
         if self._lifecycle.terminal:
             return
         if self._output_complete:
@@ -310,7 +288,7 @@ class Request:
 
     def on_event(self, worker: Worker, event: WorkerEvent) -> None:
         """See Consumer."""
-        if not self._lifecycle.accepts(event.attempt):
+        if not self._accepts(event.attempt):
             worker.num_stale_events += 1
             return
         try:
@@ -338,7 +316,7 @@ class Request:
 
     def _handle(self, worker: Worker, event: WorkerEvent) -> None:
         attempt = self._current_attempt
-        first_of_output = attempt.job.first_output_index == 0
+        first_of_output = attempt.job.first_output_index == 0 and attempt.job.attempt == event.attempt
         match event:
             case PrefillStarted():
                 attempt.started(event.decode_worker)
@@ -357,22 +335,19 @@ class Request:
                     self._services.admission.nudge()
                 if first_of_output:
                     self._timeline.prefilled(event.prefill_s, event.fetch_s)
-                    self._estimate = attempt.estimate
-                    self._num_cached_tokens = min(event.num_cached_tokens, self.num_prompt_tokens)
-                    self._num_fetched_tokens = min(event.num_fetched_tokens, self._num_cached_tokens)
+                    self._served.prompt_computed(event, attempt.estimate, self.num_prompt_tokens)
                     if attempt.leads:
                         self._services.metrics.prompt_computed(
                             num_tokens=self.num_prompt_tokens,
-                            num_cached=self._num_cached_tokens,
-                            num_fetched=self._num_fetched_tokens,
+                            num_cached=self._served.num_cached_tokens,
+                            num_fetched=self._served.num_fetched_tokens,
                             estimate=attempt.estimate,
                             took_s=time.monotonic() - self._dispatched_at,
                         )
                 if attempt.leads:
                     self._services.prefixes.served(worker.key, self._names_upto(self.num_output_tokens))
                 if attempt.local and attempt.leads:
-                    num_computed = attempt.job.num_known_tokens - event.num_cached_tokens
-                    self._num_local_prefill_tokens = max(self._num_local_prefill_tokens, num_computed)
+                    self._served.computed_by_decode(attempt.job.num_known_tokens - event.num_cached_tokens)
                 # A decode worker that has computed the prompt goes on with it: there is nothing to hand over.
                 reached = RequestEvent.DECODE_TOKENS if attempt.local else RequestEvent.FIRST_TOKEN
                 self._take(event.index, (event.token_id,), event.finish_reason, event.logprobs, reached)
@@ -380,8 +355,8 @@ class Request:
                 attempt.tokens_from(worker)
                 if attempt.exact:
                     self._decoder = worker.key
-                # Workers send the total so far.
-                self._num_local_prefill_tokens = max(self._num_local_prefill_tokens, event.num_local_prefill_tokens)
+                self._served.computed_by_decode(event.num_local_prefill_tokens)
+                self._served.drafted(event)
                 if first_of_output and event.first_step_s:
                     self._timeline.first_step(event.first_step_s)
                 self._take(
@@ -394,15 +369,54 @@ class Request:
             case HandedOff():
                 attempt.hand_off_reported(event.decode_worker)
                 self._services.metrics.handed_off(event.transport, event.kv_bytes, leads=attempt.leads)
-                self._transport = event.transport
-                self._kv_bytes += event.kv_bytes
+                self._served.handed_off(event)
                 if first_of_output:
                     self._timeline.transferred(event.transfer_s)
                 self._apply(RequestEvent.HANDED_OFF)
                 if self._output_complete:
                     self._complete()
+            case MigrationWanted():
+                self._migrate(worker, event)
+            case Migrated():
+                self._arrived(event)
+            case MigrationFailed():
+                self._attempt = self._migrations.failed(event, attempt)
             case JobFailed():
                 self._job_failed(event)
+
+    def _accepts(self, attempt_number: int) -> bool:
+        if self._lifecycle.accepts(attempt_number):
+            return True
+        attempt = self._attempt
+        return isinstance(attempt, MigratingAttempt) and attempt.new_attempt == attempt_number
+
+    def _migrate(self, worker: Worker, event: MigrationWanted) -> None:
+        attempt, target = self._current_attempt, None
+        if self.state is RequestState.DECODING and not self._output_complete:
+            target = self._migrations.target_for(event, attempt, worker, self.needs)
+        if target is None:
+            self._migrations.decline(event, worker)
+            return
+        # The number is no further try.
+        self._max_attempts += 1
+        number = self._lifecycle.issue_attempt()
+        self._attempt = self._migrations.begin(event, attempt, number, target, self)
+        # Should another router take the request over, its attempts are to have higher numbers.
+        self._note()
+
+    def _arrived(self, event: Migrated | None) -> None:
+        """The stream runs where it was to go."""
+        attempt = self._current_attempt
+        assert isinstance(attempt, MigratingAttempt), "it did not move"
+        target, tokens = attempt.target, self._started_output.tokens
+        self._attempt = self._migrations.arrived(attempt, (*self._started_spec.prompt_ids, *tokens), event)
+        self._apply(RequestEvent.MIGRATED)
+        if self._attempt is None:
+            error = WorkerLostError(
+                f"decode worker {target.info.worker_id} was lost with a stream that had just moved there",
+                worker=target.info.worker_id,
+            )
+            self._retry_or_fail(error, target, attempt)
 
     def _take(
         self,
@@ -435,6 +449,11 @@ class Request:
             self._complete()
 
     def _job_failed(self, event: JobFailed) -> None:
+        attempt = self._current_attempt
+        if isinstance(attempt, MigratingAttempt) and attempt.has_arrived and event.attempt == attempt.job.attempt:
+            # It does not know that the stream has arrived.
+            self._arrived(None)
+            return
         error = error_from_code(event.code, event.message)
         if event.retryable:
             self._retry_without(error, event.blame)
@@ -458,13 +477,17 @@ class Request:
         if self.ended:
             return
         if self._turn is not None:
-            self._search()
+            self._placer.search(self.needs)
             return
-        self._turn = self.new_turn()
-        self._services.admission.enter(self._turn, self._search, self.fail)
+        self._turn = turn = self.new_turn()
+        entering = True
 
-    def _search(self) -> None:
-        self._placer.search(self.needs)
+        def search() -> None:
+            # Its turn may be at once; if it had to wait, others may have got some of what it needs meanwhile.
+            self._placer.search(turn.needs if entering else self.needs)
+
+        self._services.admission.enter(turn, search, self.fail)
+        entering = False
 
     def new_turn(self, num_outputs: int = 1) -> Waiting:
         """To wait for its turn with; see Admission."""
@@ -511,26 +534,17 @@ class Request:
         if leads:
             computing = placement.prefill or placement.decode[0]
             self._services.prefixes.placed(computing.key, self._names_upto(self.num_output_tokens))
-        self._prefill_worker = placement.prefill.info.worker_id if placement.prefill is not None else ""
-        self._decode_worker = ""
-        job = GenerationJob(
+        self._served.prefill_worker = placement.prefill.info.worker_id if placement.prefill is not None else ""
+        self._served.decode_worker = ""
+        job = job_of(
+            spec,
             request_id=self.request_id,
             attempt=self.attempt_number,
             router_id=self._services.router_id,
-            # Not a copy of the prompt while there is no output: there may be many outputs of one long prompt.
-            token_ids=spec.prompt_ids + tuple(output.tokens),
-            num_prompt_tokens=len(spec.prompt_ids),
-            max_new_tokens=spec.max_tokens,
-            min_new_tokens=spec.min_tokens,
-            stop_token_ids=spec.stop_token_ids,
-            sampling=spec.sampling,
-            num_logprobs=spec.num_logprobs,
+            output=output.tokens,
             # What the client has got already need not cost another attempt its prefix cache.
-            num_prompt_logprobs=None if scores is None or scores.complete else spec.num_prompt_logprobs,
+            scores_prompt=scores is not None and not scores.complete,
             deadline=self._deadline,
-            cache_salt=spec.cache_salt,
-            priority=spec.priority,
-            grammar=spec.grammar,
         )
         way = LocalAttempt if placement.prefill is None else RemoteAttempt
         return way(job, placement, self, num_outputs=num_outputs, leads=leads)
@@ -538,7 +552,7 @@ class Request:
     def dispatched(self, attempt: Attempt) -> None:
         """The workers have it."""
         self._dispatched_at = time.monotonic()
-        self._services.metrics.dispatched(local=not self._prefill_worker)
+        self._services.metrics.dispatched(local=not self._served.prefill_worker)
         self._attempt = attempt
         self._apply(RequestEvent.DISPATCHED)
 
@@ -613,23 +627,17 @@ class Request:
     def _succeed(self) -> None:
         output = self._started_output
         assert output.ending is not None, "finished without an ending"
+        self._migrations.ended(self._attempt)
         if self._attempt is not None and not self._attempt.decoding:
             # The prefill worker's token was the last one; whoever had a reservation for the rest did nothing.
-            self._decode_worker = ""
-        summary = Summary(
-            ending=output.ending,
-            phases=self._timeline.phases(),
+            self._served.decode_worker = ""
+        summary = self._served.summary(
+            output.ending,
+            self._timeline.phases(),
             num_prompt_tokens=self.num_prompt_tokens,
             num_output_tokens=output.num_tokens,
-            num_cached_tokens=self._num_cached_tokens,
-            num_fetched_tokens=self._num_fetched_tokens,
-            prefill_worker=self._prefill_worker,
-            decode_worker=self._decode_worker,
-            transport=self._transport,
-            kv_bytes=self._kv_bytes,
-            num_attempts=self.attempt_number,
-            num_local_prefill_tokens=self._num_local_prefill_tokens,
-            estimate=self._estimate,
+            num_attempts=self._lifecycle.newest_attempt - self._migrations.num_issued,
+            num_migrations=self._migrations.num_done,
         )
         self.log.finish(summary)
         self._services.metrics.finished(summary, self._recovered_from)
@@ -650,25 +658,30 @@ class Request:
             self._services.admission.leave(self._turn)
         if self._turn is not None:
             self._services.admission.output_ended(self._turn, self.num_output_tokens)
+        self._on_end(self)
+        # After the readers, whose clients wait for the end.
+        asyncio.get_running_loop().call_soon(self._note_for_later)
+
+    def _note_for_later(self) -> None:
         if self._decoder is not None:
             # The newest token has not been computed.
             self._services.prefixes.served(self._decoder, self._names_upto(self.num_output_tokens - 1))
         log.info("request ended", extra=self._facts())
-        self._on_end(self)
 
     # Bookkeeping.
 
     def _apply(self, event: RequestEvent) -> None:
         """Take a transition, do what it demands towards the workers, and note it."""
-        before = (self.state, self.attempt_number, self._prefill_worker, self._decode_worker)
+        before = (self.state, self.attempt_number, self._served.prefill_worker, self._served.decode_worker)
         action = self._lifecycle.apply(event, time.monotonic())
         attempt = self._attempt
         if attempt is not None and attempt.decode is not None:
-            self._decode_worker = attempt.decode.info.worker_id
+            self._served.decode_worker = attempt.decode.info.worker_id
         if action is not Action.NONE and attempt is not None:
+            self._migrations.ended(attempt)
             attempt.cancel()
             self._attempt = None
-        after = (self.state, self.attempt_number, self._prefill_worker, self._decode_worker)
+        after = (self.state, self.attempt_number, self._served.prefill_worker, self._served.decode_worker)
         if event is RequestEvent.DISPATCHED or before != after:
             self._note()
 
@@ -679,9 +692,9 @@ class Request:
         self._services.journal.transition(
             self.request_id,
             self.state,
-            attempt=self.attempt_number,
-            prefill_worker=self._prefill_worker,
-            decode_worker=self._decode_worker,
+            attempt=self._lifecycle.newest_attempt,
+            prefill_worker=self._served.prefill_worker,
+            decode_worker=self._served.decode_worker,
             error_code=self._error_code if self.state is RequestState.FAILED else None,
         )
 
@@ -718,17 +731,10 @@ class Request:
             "request_id": self.request_id,
             "state": self.state.value,
             "attempt": self.attempt_number,
-            "prefill_worker": self._prefill_worker,
-            "decode_worker": self._decode_worker,
+            "prefill_worker": self._served.prefill_worker,
+            "decode_worker": self._served.decode_worker,
             "prompt_tokens": self.num_prompt_tokens,
             "output_tokens": self.num_output_tokens,
             "error_code": self._error_code,
             "duration_ms": round((time.monotonic() - self._received_at) * 1000),
         }
-
-
-def _finish_reason(spec: GenerationSpec, tokens: Sequence[int]) -> FinishReason | None:
-    """Why an output ends with the last one of `tokens`; None if it goes on. Stop strings are another matter."""
-    if tokens and tokens[-1] in spec.stop_token_ids:
-        return FinishReason.STOP
-    return FinishReason.LENGTH if len(tokens) >= spec.max_tokens else None

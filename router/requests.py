@@ -13,7 +13,8 @@ from pdserve.errors import AlreadyExistsError, CapacityError, UnavailableError, 
 from pdserve.lifecycle import RequestState
 from router.admission import Reason, class_of
 from router.generation import Ask, Generation, GenerationServices, Inherit, Inheritance, Resolve
-from router.request import Request, RequestServices
+from router.request import Request
+from router.request_services import RequestServices
 from router.retention import Retention
 
 

@@ -44,7 +44,7 @@ from router.limits import CallLimiter
 from router.metrics import RouterMetrics, RouterState, StateReader
 from router.placement import LocalLimits
 from router.prompts import Prompts
-from router.request import RequestServices
+from router.request_services import RequestServices
 from router.requests import RequestTable
 from router.sessions import open_session
 from router.worker_pool import ModelIdentity, WorkerPool

@@ -51,9 +51,13 @@ class Summary:
     transport: str
     kv_bytes: int
     num_attempts: int
+    num_migrations: int
     num_local_prefill_tokens: int
     estimate: Estimate | None
     """What placement expected of the attempt that sent the first token."""
+    num_accepted_drafts: int = 0
+    """Tokens of the output that the decode worker had drafted."""
+    num_rejected_drafts: int = 0
 
 
 class LogReader(Protocol):

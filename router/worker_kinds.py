@@ -45,6 +45,12 @@ class WorkerKinds:
             )
         return not problems
 
+    def may_migrate(self, source: int, target: int) -> bool:
+        """Whether streams of one decode worker can go on at another one: blocks may differ in size, and what goes over
+        is exact."""
+        ours, theirs = self._examples[source].as_prefix_peer, self._examples[target].as_prefix_peer
+        return ours.role is theirs.role is Role.DECODE and not ours.incompatibilities(theirs)
+
     def may_fetch(self, holder: int, prefill: int) -> bool:
         """Whether blocks of one mean the same to the other, and have the same names."""
         theirs, ours = self._examples[holder].as_prefix_peer, self._examples[prefill].as_prefix_peer

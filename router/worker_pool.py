@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Final
 
 from pdserve.config.schema import HealthSection
 from pdserve.store.membership import MembershipChange
@@ -18,6 +19,7 @@ from router.placement import (
     LeastTimePlacement,
     LocalLimits,
     PlacementRequest,
+    Relocation,
     WorkerKey,
     WorkerView,
 )
@@ -27,6 +29,9 @@ from router.worker_costs import SharedCosts, WorkerCosts
 from router.worker_kinds import WorkerKinds
 
 log = logging.getLogger(__name__)
+
+MAX_USED: Final = 0.8
+"""Part of a pool that may be in use with a stream that comes because another pool is full."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +105,9 @@ class WorkerPool:
         self._kinds = WorkerKinds()
         self._fleet = Fleet(may_hand_over=self._kinds.may_hand_over, may_fetch=self._kinds.may_fetch)
         self._placement = LeastTimePlacement(local)
+        self._relocation = Relocation()
+        self._chosen: tuple[PlacementRequest, int, Choice | None] | None = None
+        """The latest question, the version of the fleet, the answer: admission asks, and placement right after it."""
         self._workers: dict[WorkerKey, Worker] = {}
         self._tasks: dict[WorkerKey, asyncio.Task[None]] = {}
         self._failures: asyncio.Queue[BaseException] = asyncio.Queue()
@@ -167,7 +175,12 @@ class WorkerPool:
 
     def choose(self, request: PlacementRequest) -> Choice | None:
         """Where an attempt would go now, and what is expected of it there. Changes nothing; None if it must wait."""
-        return self._placement.choose(request, self._fleet)
+        version = self._fleet.version
+        if self._chosen is not None and self._chosen[0] is request and self._chosen[1] == version:
+            return self._chosen[2]
+        choice = self._placement.choose(request, self._fleet)
+        self._chosen = (request, version, choice)
+        return choice
 
     def place(self, request: PlacementRequest) -> Placement | None:
         """Workers for an attempt, or None if there is no usable pair now."""
@@ -181,6 +194,23 @@ class WorkerPool:
         decode[0].spend(estimate.decode_s)
         holders = tuple(_as_holder(self._workers[key].info, num_tokens) for key, num_tokens in choice.holders)
         return Placement(prefill, decode, estimate, holders)
+
+    def migration_target(self, request: PlacementRequest, source: Worker, *, for_room: bool) -> Worker | None:
+        """The decode worker to which a running stream goes from `source`; None if there is none now. `for_room`: only
+        one that has plenty, lest it comes back."""
+        excluded = {source.key, *request.excluded}
+        for worker in self._workers.values():
+            info = worker.info
+            if info.role is not Role.DECODE:
+                continue
+            if not self._kinds.may_migrate(source.kind, worker.kind):
+                excluded.add(worker.key)
+            elif for_room:
+                pool_tokens = info.num_blocks * info.kv_layout.block_size
+                if self.tokens_in_use(worker.key) + request.num_known_tokens > MAX_USED * pool_tokens:
+                    excluded.add(worker.key)
+        key = self._relocation.choose(replace(request, excluded=frozenset(excluded)), self._fleet)
+        return None if key is None else self._workers[key]
 
     def local_prefill_up_to(self) -> int | None:
         """Tokens of the longest new prompt that a decode worker would compute now; see LeastTimePlacement."""

@@ -57,8 +57,10 @@ class Admission:
         `on_turn` sends it to workers before it returns, if there are any that can be reached.
         """
         self._callbacks[waiting] = _Callbacks(on_turn, on_refused)
-        self._control.offer(waiting, time.monotonic())
-        self._decide()
+        now = time.monotonic()
+        self._control.offer(waiting, now)
+        # The same moment, so that it need not be asked again what it could get.
+        self._decide(now)
 
     def leave(self, waiting: Waiting) -> None:
         """It does not want to be served any more. Harmless if it has had its turn."""
@@ -91,13 +93,13 @@ class Admission:
         self._callbacks.pop(refused.waiting).on_refused(refused.error)
         return True
 
-    def _decide(self) -> None:
+    def _decide(self, now: float) -> None:
         if self._deciding:
             # A callback has led back here; the loop below goes on with what it has brought.
             return
         self._deciding = True
         try:
-            while (decision := self._control.decide(time.monotonic())) is not None:
+            while (decision := self._control.decide(now)) is not None:
                 waiting = decision.waiting if isinstance(decision, Refused) else decision
                 callbacks = self._callbacks.pop(waiting, None)
                 if callbacks is None:
@@ -107,6 +109,7 @@ class Admission:
                     callbacks.on_refused(decision.error)
                 else:
                     callbacks.on_turn()
+                now = time.monotonic()
         finally:
             self._deciding = False
         if self._callbacks:
@@ -116,7 +119,7 @@ class Admission:
 
     def _on_timer(self) -> None:
         self._timer = None
-        self._decide()
+        self._decide(time.monotonic())
 
     def _set_timer(self, delay_s: float) -> None:
         """The earlier one counts."""

@@ -61,7 +61,8 @@ Decision = Refused | Waiting
 
 
 class AdmissionControl:
-    """See the module. `now` never goes back."""
+    """See the module. `now` never goes back, and what the predictor says stays the same while `now` does, until a
+    request is admitted."""
 
     def __init__(self, predictor: Predictor, limits: AdmissionLimits) -> None:
         self._predictor = predictor
@@ -72,6 +73,8 @@ class AdmissionControl:
         self._refused: deque[Refused] = deque()
         self._usable_at: float | None = None
         """When there were workers, the last time somebody looked."""
+        self._offered: tuple[Waiting, float, Forecast] | None = None
+        """The latest one that has come, when, and what it was told then: its turn is often at once."""
         self._reviewed_at: float | None = None
         self._mean_tokens: float | None = None
         """Of outputs that have ended."""
@@ -106,6 +109,8 @@ class AdmissionControl:
         forecast = self._predictor.forecast(waiting.needs)
         self._price(waiting, forecast)
         if forecast is not None:
+            self._usable_at = now
+            self._offered = (waiting, now, forecast)
             forecast = forecast.slowed(self._slowdown.factor)
         if forecast is not None and (refusal := self._hopeless(waiting, forecast, now)) is not None:
             self._refuse(refusal)
@@ -172,7 +177,7 @@ class AdmissionControl:
         """Refuse whoever waits for nothing."""
         if not self._queue:
             return
-        if self._predictor.usable:
+        if self._usable_at != now and self._predictor.usable:
             self._usable_at = now
         if self._reviewed_at is None or now - self._reviewed_at >= REVIEW_S:
             self._reviewed_at = now
@@ -215,7 +220,7 @@ class AdmissionControl:
         longest_s = math.inf
         passed: list[Waiting] = []
         for waiting in islice(self._queue.heads(), MAX_PASSING):
-            raw = self._predictor.forecast(waiting.needs)
+            raw = self._forecast(waiting, now)
             if raw is None:
                 # Too long for whoever is there now: it looks for workers by itself, and nobody has to wait for that.
                 return waiting
@@ -239,6 +244,12 @@ class AdmissionControl:
                 return None
             passed.append(waiting)
         return None
+
+    def _forecast(self, waiting: Waiting, now: float) -> Forecast | None:
+        offered, self._offered = self._offered, None
+        if offered is not None and offered[0] is waiting and offered[1] == now:
+            return offered[2]
+        return self._predictor.forecast(waiting.needs)
 
     def _price(self, waiting: Waiting, forecast: Forecast | None) -> None:
         """What it will take, and when its first token must be there."""

@@ -40,6 +40,15 @@ class PromptTokensDetails(Answer):
     """Prompt tokens taken from a prefix cache."""
 
 
+class CompletionTokensDetails(Answer):
+    """Part of `Usage`. The predictions are the decode worker's own drafts."""
+
+    accepted_prediction_tokens: int
+    """Completion tokens that were drafted."""
+    rejected_prediction_tokens: int
+    """Tokens that were drafted in vain. Unlike with OpenAI's predicted outputs, they are no completion tokens."""
+
+
 class Usage(Answer):
     """Token counts of a whole answer."""
 
@@ -48,6 +57,7 @@ class Usage(Answer):
     """Drawn tokens, the one that ended the output included."""
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
+    completion_tokens_details: CompletionTokensDetails
 
 
 class TopLogprob(Answer):

@@ -19,6 +19,8 @@ class UsageMeter:
         self._num_prompt_tokens = sum(len(choices[i].spec.prompt_ids) for i in self._firsts)
         self._num_output_tokens = [0] * len(choices)
         self._num_cached_tokens = 0
+        self._num_accepted = 0
+        self._num_rejected = 0
 
     def reached(self, index: int, num_tokens: int) -> None:
         """So many tokens of a choice are there."""
@@ -28,15 +30,22 @@ class UsageMeter:
         """A choice is complete."""
         if index in self._firsts:
             self._num_cached_tokens += summary.num_cached_tokens
+        self._num_accepted += summary.num_accepted_drafts
+        self._num_rejected += summary.num_rejected_drafts
 
     def as_dict(self) -> dict[str, Any]:
-        """`usage` so far; how much of the prompts was cached is known of choices that have ended."""
+        """`usage` so far; how much of the prompts was cached, and what was drafted, is known of choices that
+        have ended."""
         num_output_tokens = sum(self._num_output_tokens)
         return {
             "prompt_tokens": self._num_prompt_tokens,
             "completion_tokens": num_output_tokens,
             "total_tokens": self._num_prompt_tokens + num_output_tokens,
             "prompt_tokens_details": {"cached_tokens": self._num_cached_tokens},
+            "completion_tokens_details": {
+                "accepted_prediction_tokens": self._num_accepted,
+                "rejected_prediction_tokens": self._num_rejected,
+            },
         }
 
     def as_json(self) -> str:

@@ -25,6 +25,7 @@ class RouterMetrics:
         self._e2e = values.distribution(table.E2E)
         self._prompt_length = values.distribution(table.PROMPT_LENGTH)
         self._output_length = values.distribution(table.OUTPUT_LENGTH)
+        self._migration_stop = values.distribution(table.MIGRATION_STOP)
         self._prediction = values.distribution(table.PREDICTION_RATIO)
         self._phases = {
             phase: values.distribution(table.PHASES, phase)
@@ -81,6 +82,15 @@ class RouterMetrics:
         if leads:
             self.values.add(table.HANDOFFS, transport)
         self.values.add(table.TRANSFER_BYTES, transport, by=nbytes)
+
+    def migration_ended(self, cause: str, outcome: str) -> None:
+        """A stream that was to move has done so, or not."""
+        self.values.add(table.MIGRATIONS, cause, outcome)
+
+    def migrated(self, transport: str, nbytes: int, stop_s: float) -> None:
+        """What it took."""
+        self.values.add(table.MIGRATION_BYTES, transport, by=nbytes)
+        self._migration_stop.add(stop_s)
 
     def retried(self, cause: PdServeError) -> None:
         """An attempt has failed because of `cause`, and there will be another."""

@@ -4,6 +4,7 @@ from router.placement.choice import Choice, Estimate
 from router.placement.choose import MAX_DECODE, LeastTimePlacement, LocalLimits
 from router.placement.fleet import Fleet
 from router.placement.holdings import Holdings, WorkerGroup
+from router.placement.relocate import Relocation
 from router.placement.view import PlacementRequest, SharedView, WorkerKey, WorkerView
 
 __all__ = [
@@ -15,6 +16,7 @@ __all__ = [
     "LeastTimePlacement",
     "LocalLimits",
     "PlacementRequest",
+    "Relocation",
     "SharedView",
     "WorkerGroup",
     "WorkerKey",

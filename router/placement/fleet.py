@@ -64,6 +64,8 @@ class Fleet:
         self.any_fetches = False
         """Whether there is any in that."""
         self._shared = _NOTHING_KNOWN
+        self.version = 0
+        """Another one whenever anything has changed."""
         self._ranked = True
         self._prefill_kinds: list[int] | None = None
         self._partners: dict[int, Bools | None] = {}
@@ -76,6 +78,7 @@ class Fleet:
 
     def put(self, view: WorkerView) -> None:
         """Add a worker, or say what it is like now."""
+        self.version += 1
         row = self._row_of.get(view.key)
         is_new = row is None
         if row is None:
@@ -128,6 +131,7 @@ class Fleet:
 
     def share(self, shared: SharedView) -> None:
         """What those workers are like, from now on, that are not known themselves; and what all have in common."""
+        self.version += 1
         self._shared = shared
         _, _, _, *borrows = self._flags[:, : len(self.keys)]
         own_columns = (
@@ -154,6 +158,7 @@ class Fleet:
         row = self._row_of.pop(key, None)
         if row is None:
             return
+        self.version += 1
         last = self.keys.pop()
         if last != key:
             for columns in (self._table, self._flags, self._indices):

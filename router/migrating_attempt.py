@@ -1,0 +1,196 @@
+"""An attempt whose stream moves from one decode worker to another, and what it is after that.
+
+While it moves both workers send tokens, the first under the number of the attempt that it goes on with, the other under
+the new one. Which of them owns it is theirs to settle, and the first one's to say; until then the loss of the first one
+is the loss of the attempt.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from pdserve.errors import InternalError
+from pdserve.types import GenerationJob
+from router.attempt import Attempt
+from router.worker import Charge, Consumer, Worker
+
+
+class MigratedAttempt(Attempt):
+    """The stream runs on a decode worker that has got it from another one."""
+
+    handed_off = True
+    decoding = True
+    num_outputs = 1
+    leads = True
+
+    def __init__(self, before: Attempt, job: GenerationJob, worker: Worker, consumer: Consumer) -> None:
+        """`before` is the attempt that it goes on with, `job` is that as `worker` knows it. Open already."""
+        self.job = job
+        self.estimate = before.estimate
+        self._consumer = consumer
+        self._exact = before.exact
+        self._local = before.local
+        self._worker = worker
+
+    @property
+    def first_worker(self) -> Worker:
+        """See Attempt."""
+        return self._worker
+
+    @property
+    def decode(self) -> Worker | None:
+        """See Attempt."""
+        return self._worker
+
+    @property
+    def local(self) -> bool:
+        """See Attempt."""
+        return self._local
+
+    @property
+    def exact(self) -> bool:
+        """See Attempt."""
+        return self._exact
+
+    def started(self, decode_worker: str) -> None:
+        """See Attempt."""
+        raise InternalError(f"decode worker {self._worker.info.worker_id} computes the prompt of a stream that runs")
+
+    def first_token(self) -> None:
+        """See Attempt."""
+        raise InternalError(f"decode worker {self._worker.info.worker_id} sent another first token")
+
+    def tokens_from(self, worker: Worker) -> None:
+        """See Attempt."""
+
+    def hand_off_reported(self, decode_worker: str) -> None:
+        """See Attempt."""
+        raise InternalError(f"a hand-off to {decode_worker!r} was reported of a stream that had been handed over")
+
+    def survives_loss_of(self, worker: Worker) -> bool:
+        """See Attempt."""
+        return worker is not self._worker
+
+    def worker_named(self, worker_id: str) -> Worker | None:
+        """See Attempt."""
+        return self._worker if self._worker.info.worker_id == worker_id else None
+
+    def cancel(self) -> None:
+        """See Attempt."""
+        self._worker.cancel(self.job.request_id, self.job.attempt)
+        self.close()
+
+    def close(self) -> None:
+        """See Attempt."""
+        self._worker.detach(self.job.request_id)
+
+    def open(self) -> None:
+        """See Attempt."""
+        request_id = self.job.request_id
+        self._worker.attach(request_id, self._consumer)
+        self._worker.charge(request_id, Charge(held_tokens=self.job.max_total_tokens, num_sequences=1))
+
+    def send(self, job: GenerationJob) -> None:
+        """See Attempt. Its workers do that among themselves."""
+        raise InternalError("a stream that moves is not sent by its router")
+
+
+class MigratingAttempt(Attempt):
+    """On its way: all that `before` is, and the other worker beside it."""
+
+    def __init__(self, before: Attempt, new_attempt: int, target: Worker, consumer: Consumer, cause: str) -> None:
+        """`before` is open, and stays so until `arrived` or the end."""
+        self.before = before
+        self.job = before.job
+        self.estimate = before.estimate
+        self.num_outputs = before.num_outputs
+        self.leads = before.leads
+        self.handed_off = before.handed_off
+        self.decoding = before.decoding
+        self.new_attempt = new_attempt
+        self.target = target
+        self.cause = cause
+        self.has_arrived = False
+        """Whether the target has sent tokens."""
+        self._consumer = consumer
+        self._target_is_lost = False
+
+    @property
+    def first_worker(self) -> Worker:
+        """See Attempt."""
+        return self.before.first_worker
+
+    @property
+    def decode(self) -> Worker | None:
+        """See Attempt."""
+        return self.target if self.has_arrived else self.before.decode
+
+    @property
+    def local(self) -> bool:
+        """See Attempt."""
+        return self.before.local
+
+    @property
+    def exact(self) -> bool:
+        """See Attempt."""
+        return self.before.exact
+
+    def started(self, decode_worker: str) -> None:
+        """See Attempt."""
+        self.before.started(decode_worker)
+
+    def first_token(self) -> None:
+        """See Attempt."""
+        self.before.first_token()
+
+    def tokens_from(self, worker: Worker) -> None:
+        """See Attempt."""
+        if worker is self.target:
+            self.has_arrived = True
+
+    def hand_off_reported(self, decode_worker: str) -> None:
+        """See Attempt."""
+        self.before.hand_off_reported(decode_worker)
+
+    def survives_loss_of(self, worker: Worker) -> bool:
+        """See Attempt. What the first worker had computed before it was lost may not have been sent."""
+        if worker is not self.target:
+            return self.before.survives_loss_of(worker)
+        self._target_is_lost = True
+        return not self.has_arrived
+
+    def worker_named(self, worker_id: str) -> Worker | None:
+        """See Attempt."""
+        return self.target if self.target.info.worker_id == worker_id else self.before.worker_named(worker_id)
+
+    def cancel(self) -> None:
+        """See Attempt."""
+        self.called_off()
+        self.before.cancel()
+
+    def close(self) -> None:
+        """See Attempt."""
+        self.target.detach(self.job.request_id)
+        self.before.close()
+
+    def open(self) -> None:
+        """See Attempt: only the target is not yet."""
+        self.target.attach(self.job.request_id, self._consumer)
+        self.target.charge(self.job.request_id, Charge(held_tokens=self.job.max_total_tokens, num_sequences=1))
+
+    def send(self, job: GenerationJob) -> None:
+        """See Attempt. Its workers do that among themselves."""
+        raise InternalError("a stream that moves is not sent by its router")
+
+    def called_off(self) -> None:
+        """The target has, or will have, nothing of it."""
+        self.target.cancel(self.job.request_id, self.new_attempt)
+        self.target.detach(self.job.request_id)
+
+    def arrived(self, token_ids: tuple[int, ...]) -> MigratedAttempt | None:
+        """The target owns the stream, of which `token_ids` are out. None if it is lost by now."""
+        self.before.close()
+        if self._target_is_lost:
+            return None
+        job = dataclasses.replace(self.job, attempt=self.new_attempt, token_ids=token_ids)
+        return MigratedAttempt(self.before, job, self.target, self._consumer)
