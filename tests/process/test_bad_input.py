@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import grpc
+import httpx2
 import numpy as np
 import pytest
 import torch
@@ -308,6 +309,12 @@ def test_kv_pools_set_limits_and_large_kv_is_moved(pools: ProcessCluster, wide_m
     def refused(side: str) -> None:
         with pytest.raises(PromptTooLongError, match=f"KV pool of the largest {side} worker"):
             pools.client.generate(token_ids=[5] * 200, max_tokens=8, timeout_s=10.0)
+        answer = httpx2.post(
+            f"http://{pools.local.http_address}/v1/completions", json={"prompt": [5] * 200, "max_tokens": 8}, timeout=10.0
+        )
+        error = answer.json()["error"]
+        assert (answer.status_code, error["param"]) == (400, "prompt")
+        assert side in error["message"]
         for _ in range(5):
             generate_exactly(20, 4)
 
