@@ -7,6 +7,7 @@ clock and no step either.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Final
 
 from decode_worker.prompts import Prompt, Prompts
 from decode_worker.room import Need, blocks_at_most, tokens_to_set_aside
@@ -15,6 +16,11 @@ from pdserve.engine.sequence_blocks import SequenceBlocks
 from pdserve.errors import PdServeError
 from pdserve.types import GenerationJob, HandoffId
 from pdserve.worker.events import DecodeEvent, JobFailed
+
+MIN_RETRY_S: Final = 0.02
+MAX_RETRY_S: Final = 2.0
+"""Bounds of the hint that goes with "busy": sequences may end early, and prefill workers should not ask all the time.
+"""
 
 
 class Residents:
@@ -33,7 +39,7 @@ class Residents:
         self._blocks = blocks
         self._max_batch_size = max_batch_size
         self._reserve_tokens = reserve_tokens
-        self._is_computing = is_computing
+        self.is_computing = is_computing
         self._actions: list[Action] = []
         self.prompts = prompts
         """Those that are not computed yet."""
@@ -45,6 +51,8 @@ class Residents:
         """The prompt that lacked room when a step was planned last; the blocks and the sequences that there were."""
         self.num_preemptions = 0
         """How often a sequence had to give its blocks to an older one."""
+        self.pinned: set[HandoffId] = set()
+        """Sequences whose blocks are read by a transfer: they keep them as long."""
 
     def take_actions(self) -> list[Action]:
         """What is to be done, in order. Each action is given once."""
@@ -118,6 +126,19 @@ class Residents:
         _, num_available, num_sequences = self.refused
         return self._blocks.num_available <= num_available and len(self.sequences) >= num_sequences
 
+    def retry_after_s(self, need: Need, step_s: float) -> float:
+        """When a job that has found no room may find it, at so long a step, if nothing ends early. A hint: blocks that
+        sequences share are counted with each of them."""
+        num_blocks, num_new = need.num_blocks + self.num_growing, len(need.branches)
+        free, num_sequences = self._blocks.num_available, len(self.sequences)
+        running = [s for s in self.sequences.values() if s.state is SequenceState.RUNNING]
+        for sequence in sorted(running, key=lambda s: s.num_left):
+            free += self._blocks.num_held(sequence.key)
+            num_sequences -= 1
+            if free >= num_blocks and num_sequences + num_new <= self._max_batch_size:
+                return min(max(sequence.num_left * step_s, MIN_RETRY_S), MAX_RETRY_S)
+        return MAX_RETRY_S if running else MIN_RETRY_S
+
     def begin(self, sequence: Sequence, lead: Sequence, first_token: int, *, goes_on: bool, exact: bool) -> None:
         """All KV of the prompt is in the blocks of `lead`, and the first token is drawn. Nobody leaves before all of
         them have begun."""
@@ -152,9 +173,10 @@ class Residents:
     def make_room(self, sequence: Sequence) -> bool:
         """Blocks for all tokens of a sequence, at the expense of those behind it if need be. False: it has to wait."""
         while not self._blocks.grow(sequence.key, len(sequence.tokens)):
-            computing = (SequenceState.RUNNING, SequenceState.PREFILLING)
-            last = next(s for s in reversed(self.sequences.values()) if s.state in computing)
-            if last is sequence:
+            holding = (SequenceState.RUNNING, SequenceState.PREFILLING, SequenceState.MIGRATING)
+            last = next(s for s in reversed(self.sequences.values()) if s.state in holding)
+            if last is sequence or last.key in self.pinned:
+                # The blocks of one that moves to another worker are about to come free.
                 return False
             self.preempt(last)
         return True
@@ -197,7 +219,7 @@ class Residents:
                 self._actions.append(CancelReservation(sequence.handoff))
         elif sequence.state is SequenceState.PREFILLING:
             self._stop_prefilling(sequence)
-        elif sequence.state is SequenceState.RUNNING:
+        elif sequence.state in (SequenceState.RUNNING, SequenceState.MIGRATING):
             self.leave(sequence)
         elif sequence.state is SequenceState.PREEMPTED:
             self.forget(sequence, committed=True)
@@ -236,9 +258,9 @@ class Residents:
         self.drop(prompt)
 
     def leave(self, sequence: Sequence) -> None:
-        """A sequence is over; its blocks are free once no step computes into them."""
+        """A sequence is over; its blocks are free once no step computes into them and no transfer reads from them."""
         sequence.state = SequenceState.LEAVING
-        if not self._is_computing(sequence):
+        if not self.is_computing(sequence) and sequence.key not in self.pinned:
             self.forget(sequence, committed=True)
 
     def forget(self, sequence: Sequence, *, committed: bool) -> None:
@@ -257,6 +279,10 @@ class Residents:
         """Others may find the KV that it has by now."""
         if sequence.exact:
             self._blocks.publish(sequence.key, sequence.num_computed, sequence.tokens)
+
+    def act(self, action: Action) -> None:
+        """Something is to be done."""
+        self._actions.append(action)
 
     def report(self, sequence: Sequence, failure: JobFailed) -> None:
         """Tell its router why it ends."""

@@ -49,14 +49,29 @@ class Need:
         """Blocks in all."""
         return self.num_shared_blocks + len(self.branches) * self.num_own_blocks
 
-    def check(self, worker_id: str, blocks: SequenceBlocks, max_batch_size: int, num_tokens: int, now: float) -> None:
-        """Raise InvalidRequestError, PromptTooLongError or DeadlineExceededError for what can never be served here."""
+    def check(
+        self,
+        worker_id: str,
+        blocks: SequenceBlocks,
+        max_batch_size: int,
+        num_tokens: int,
+        now: float,
+        *,
+        migrates: bool = False,
+    ) -> None:
+        """Raise InvalidRequestError, PromptTooLongError or DeadlineExceededError for what can never be served here.
+
+        `migrates`: it runs elsewhere, and may have KV of more tokens than those of its job by the time it comes.
+        """
         job = self.job
-        if num_tokens != job.num_known_tokens:
+        most = max(job.num_known_tokens, job.max_total_tokens - 1) if migrates else job.num_known_tokens
+        if not job.num_known_tokens <= num_tokens <= most:
             raise InvalidRequestError(
                 f"reserve.num_tokens: {num_tokens} tokens of KV announced for {job.num_known_tokens} token ids",
                 field="reserve.num_tokens",
             )
+        if migrates and job.forks:
+            raise InvalidRequestError("job.forks: a stream that runs has none", field="job.forks")
         if job.deadline is not None and now >= job.deadline:
             raise DeadlineExceededError("the deadline had passed before the decode worker was asked")
         if blocks_at_most(blocks, job) > blocks.num_blocks:

@@ -27,21 +27,31 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
+from dataclasses import replace
+from itertools import islice
 from types import MappingProxyType
 from typing import Any
 
+from decode_worker.migration_cost import MigrationCost
+from decode_worker.migrations import MigrateMode, Migrations
 from decode_worker.prompts import Prompts, joint
 from decode_worker.residents import Residents
 from decode_worker.room import Need
 from decode_worker.sequences import (
+    DECODING_STATES,
     NOT_DRAWN,
     Action,
+    Forget,
     NoRoom,
     PlannedChunk,
     Sequence,
     SequenceState,
 )
+from decode_worker.speculation.outcome import outcome
+from decode_worker.speculation.speculator import Candidate, Speculator
+from decode_worker.step_times import StepTimes
 from kv_transfer.messages import ENDED
+from pdserve.config import SpeculationSection
 from pdserve.engine.sequence_blocks import SequenceBlocks
 from pdserve.errors import (
     DeadlineExceededError,
@@ -57,18 +67,10 @@ from pdserve.types import GenerationJob, HandoffId, TokenLogprobs
 from pdserve.worker.events import JobFailed, StepTokens
 from pdserve.worker.limits import JobLimits
 
-MIN_RETRY_S = 0.02
-MAX_RETRY_S = 2.0
-"""Bounds of the hint that goes with "busy": sequences may end early, and prefill workers should not ask all the time.
-"""
-
-_NOTHING: Mapping[int, Any] = MappingProxyType({})
+_NOTHING: Mapping[Any, Any] = MappingProxyType({})
 
 RECOMPUTE_TOKENS_PER_STEP = 64
 """Tokens computed again in one step after preemptions. Few, so that the streams in the same step hardly notice."""
-
-STEP_SMOOTHING = 0.1
-"""Weight of the newest step in the running mean of step times."""
 
 
 class DecodeScheduler:
@@ -85,9 +87,13 @@ class DecodeScheduler:
         max_batch_tokens: int,
         max_waiting: int,
         limits: JobLimits,
+        migrate: MigrateMode = "off",
+        token_nbytes: float = 1.0,
+        speculation: SpeculationSection | None = None,
     ) -> None:
         """Tokens of prompts in one step: `chunk_tokens` beside running sequences, 0 for no prompts at all, and
-        `max_batch_tokens` without. `max_waiting` outputs may wait for room."""
+        `max_batch_tokens` without. `max_waiting` outputs may wait for room. `migrate`: see Migrations; `token_nbytes`
+        is the KV of a token. Without `speculation` nothing is drafted."""
         self._worker_id = worker_id
         self._blocks = blocks
         self._max_batch_size = max_batch_size
@@ -104,15 +110,26 @@ class DecodeScheduler:
             is_computing=self._is_computing,
         )
         self._prompts = self._residents.prompts
+        self.migrations = Migrations(
+            residents=self._residents,
+            blocks=blocks,
+            cost=MigrationCost(token_nbytes=token_nbytes),
+            mode=migrate,
+        )
+        """Streams that move to other workers."""
+        self.speculation = Speculator(speculation or SpeculationSection(method="off"))
+        """What is drafted."""
+        self._times = StepTimes(self._prompts, self.migrations.cost)
         self._step: list[tuple[Sequence, PlannedChunk]] = []
         """What the engine computes now, in the order of the batch."""
         self._following: list[tuple[Sequence, PlannedChunk]] = []
         """What it computes after that, unless something comes between."""
+        self._step_began_at: float | None = None
+        """When the step before was over, or the first one after a pause was planned."""
         self._num_held_tokens = 0
         self._num_recomputed_tokens = 0
         self._num_lone_prompt_tokens = 0
         self._draining = False
-        self._mean_step_s = 0.0
 
     # What others may know ---------------------------------------------------------------------------------------------
 
@@ -180,14 +197,19 @@ class DecodeScheduler:
 
     def next_timer(self) -> float | None:
         """When `tick` has something to do."""
-        live = (SequenceState.RESERVED, SequenceState.RUNNING, SequenceState.PREEMPTED)
+        live = (SequenceState.RESERVED, *DECODING_STATES)
         deadlines = [s.job.deadline for s in self._residents.sequences.values() if s.state in live]
         deadlines += [prompt.job.deadline for prompt in self._prompts]
-        return min((d for d in deadlines if d is not None), default=None)
+        return min((*(d for d in deadlines if d is not None), *self.migrations.next_timer()), default=None)
 
     def take_actions(self) -> list[Action]:
         """What to do now, in order. Each action is given once."""
-        return self._residents.take_actions()
+        self.migrations.review()
+        actions = self._residents.take_actions()
+        for action in actions:
+            if isinstance(action, Forget):
+                self.speculation.forget(action.key)
+        return actions
 
     # Prompts ----------------------------------------------------------------------------------------------------------
 
@@ -231,21 +253,22 @@ class DecodeScheduler:
         for prompt in list(self._prompts):
             self._residents.fail_prompt(prompt, error, blame=self._worker_id)
         for sequence in list(self._residents.sequences.values()):
-            if sequence.state in (SequenceState.RUNNING, SequenceState.PREEMPTED):
+            if sequence.state in DECODING_STATES:
                 self._residents.report(sequence, JobFailed.of(sequence.key, error, blame=self._worker_id))
                 self._residents.stop(sequence.key)
 
     # Hand-offs --------------------------------------------------------------------------------------------------------
 
-    def reserve(self, job: GenerationJob, num_tokens: int, now: float) -> int | NoRoom:
+    def reserve(self, job: GenerationJob, num_tokens: int, now: float, *, migrates: bool = False) -> int | NoRoom:
         """Set room aside for a hand-off of `num_tokens` tokens; gives how many leading ones are here already.
+        `migrates`: it is a stream that runs elsewhere, and may have so many by the commit.
 
         Raises InvalidRequestError, PromptTooLongError, DeadlineExceededError, StaleAttemptError for what can never be
         served here.
         """
         self._limits.check(job)
         need = Need.of(job, num_tokens, self._blocks, self._reserve_tokens)
-        need.check(self._worker_id, self._blocks, self._max_batch_size, num_tokens, now)
+        need.check(self._worker_id, self._blocks, self._max_batch_size, num_tokens, now, migrates=migrates)
         for branch in need.branches:
             if self._residents.state_of(HandoffId(branch.request_id, branch.attempt)) is not None:
                 raise InvalidRequestError(
@@ -258,7 +281,7 @@ class DecodeScheduler:
         is_held_back = self._residents.refused is not None and self._residents.refused[0].job.priority <= job.priority
         sequences = None if is_held_back else self._residents.take(need)
         if sequences is None:
-            return NoRoom(self._retry_after_s(need.num_blocks + self._residents.num_growing, len(need.branches)))
+            return NoRoom(self._residents.retry_after_s(need, self._times.mean_s))
         self._residents.handoffs[sequences[0].key] = sequences
         return sequences[0].num_held
 
@@ -273,19 +296,23 @@ class DecodeScheduler:
         """All KV has arrived, `exact` or through a lossy codec; the sequences join the next step.
 
         There is one token for each branch, in their order. A branch that is unwanted by now, or that the prefill
-        worker's own token ends, leaves at once without a word: its router has been told, or has said so itself.
+        worker's own token ends, leaves at once without a word: its router has been told, or has said so itself. A
+        stream that was running comes with all tokens that its job lacks.
         """
         sequences = self._residents.handoffs.pop(handoff, None)
         assert sequences is not None, f"{handoff} was committed but not reserved"
         lead = sequences[0]
         self._num_held_tokens += lead.num_held
+        more: Seq[int] = ()
+        if len(sequences) == 1:
+            *more, newest = first_tokens
+            lead.extend(more)
+            first_tokens = (newest,)
         over = []
         for sequence, first_token in zip(sequences, first_tokens, strict=True):
             goes_on = sequence.state is SequenceState.RESERVED and first_token != ENDED
-            if goes_on and first_token >= self._limits.vocab_size:
-                error = HandoffError(
-                    f"first token {first_token} does not exist; the model has {self._limits.vocab_size}"
-                )
+            if goes_on and (unknown := self._limits.unknown_token((*more, first_token))) is not None:
+                error = HandoffError(f"first token {unknown} does not exist; the model has {self._limits.vocab_size}")
                 self._residents.report(sequence, JobFailed.of(sequence.key, error))
                 goes_on = False
             goes_on = goes_on and sequence.job.finish_reason(sequence.num_output, first_token) is None
@@ -323,10 +350,11 @@ class DecodeScheduler:
         for sequence in list(self._residents.sequences.values()):
             if sequence.job.deadline is None or now < sequence.job.deadline:
                 continue
-            if sequence.state in (SequenceState.RUNNING, SequenceState.PREEMPTED):
+            if sequence.state in DECODING_STATES:
                 error = DeadlineExceededError("the deadline passed while decoding")
                 self._residents.report(sequence, JobFailed.of(sequence.key, error))
             self._residents.stop(sequence.key)
+        self.migrations.tick(now)
 
     # Steps ------------------------------------------------------------------------------------------------------------
 
@@ -344,7 +372,8 @@ class DecodeScheduler:
             # The state is looked at late: one before it may have pushed this one out a moment ago.
             if sequence.state is not SequenceState.RUNNING or not self._may_draw(sequence.job, may_draw):
                 continue
-            if not self._residents.make_room(sequence):
+            may_go_on = self.migrations.may_compute(sequence, len(sequence.tokens))
+            if not may_go_on or not self._residents.make_room(sequence):
                 continue
             length = sequence.num_to_compute
             if length > 1:
@@ -353,7 +382,40 @@ class DecodeScheduler:
             if length:
                 self._step.append((sequence, _chunk(sequence, length)))
         self._plan_prompts(now, may_draw)
+        for index, draft in enumerate(self._drafts()):
+            sequence, chunk = self._step[index]
+            if not self._blocks.grow(sequence.key, len(sequence.tokens) + len(draft)):
+                # Another one has taken the last block.
+                held = self._blocks.num_held(sequence.key) * self._blocks.block_size
+                draft = draft[: held - len(sequence.tokens)]
+            if draft:
+                self._step[index] = (sequence, replace(chunk, draft=draft))
+        if not self._step:
+            self._step_began_at = None
+        elif self._step_began_at is None:
+            self._step_began_at = now
         return [chunk for _, chunk in self._step]
+
+    def _drafts(self) -> list[tuple[int, ...]]:
+        """For each sequence of the step what may be computed with its next token. Nothing beside prompts and what is
+        computed again, with which there is enough to do."""
+        if any(chunk.is_prompt or not chunk.draws or len(chunk.token_ids) > 1 for _, chunk in self._step):
+            return []
+        return self.speculation.drafts(
+            [Candidate(sequence, self._room_for_draft(sequence)) for sequence, _ in self._step]
+        )
+
+    def _room_for_draft(self, sequence: Sequence) -> int:
+        """Tokens that may be drafted: without another one having to give way, and so that the output does not become
+        longer than it may. None in a sequence's first step, by which others measure how long steps take."""
+        if sequence.num_steps == 0:
+            return 0
+        num_blocks = self._blocks.num_held(sequence.key)
+        num_blocks += self._blocks.num_available > self._residents.num_growing
+        room = min(num_blocks * self._blocks.block_size - len(sequence.tokens), sequence.num_left - 1)
+        while room > 0 and not self.migrations.may_compute(sequence, len(sequence.tokens) + room):
+            room -= 1
+        return room
 
     def _plan_prompts(self, now: float, may_draw: Callable[[GenerationJob], bool]) -> None:
         """Add chunks of prompts to the step, in order of rank. A prompt gets its room when there are tokens for it; one
@@ -400,9 +462,15 @@ class DecodeScheduler:
                 return []
             if chunk.job.sampling.penalizes or chunk.job.grammar is not None:
                 return []  # how to draw the next token depends on this one
+            if not self.migrations.may_compute(sequence, len(sequence.tokens) + 1):
+                return []
             # Nobody has to give way for a step that may be skipped.
             if not self._blocks.grow(sequence.key, len(sequence.tokens) + 1):
                 return []
+        # What is drafted for the next step depends on the tokens of this one, too. Where nothing would be drafted if
+        # it were for them, nothing is missed.
+        if any(chunk.draft for _, chunk in self._step) or any(self._drafts()):
+            return []
         self._following = [(sequence, _chunk_after(chunk)) for sequence, chunk in self._step]
         return [chunk for _, chunk in self._following]
 
@@ -412,7 +480,7 @@ class DecodeScheduler:
         self._following = []
         for sequence, _ in step:
             if sequence.state is SequenceState.LEAVING:
-                self._residents.forget(sequence, committed=True)
+                self._residents.leave(sequence)
 
     def step_done(
         self,
@@ -423,65 +491,62 @@ class DecodeScheduler:
         *,
         logprobs: Mapping[int, TokenLogprobs] = _NOTHING,
         prompt_logprobs: Mapping[int, tuple[TokenLogprobs, ...]] = _NOTHING,
+        num_meaningful: Mapping[HandoffId, int] = _NOTHING,
     ) -> None:
         """The planned step is computed: the tokens drawn, in the order of the chunks that draw any, and how many tokens
-        were computed of each chunk.
+        were computed of each chunk, its draft included.
+
+        With a draft, `num_meaningful` says how many of the tokens drawn for a sequence mean anything, if not all do.
 
         For those that asked, `logprobs` has the log-probabilities of drawn tokens, by their index in `token_ids`, and
         `prompt_logprobs` those of the prompt's tokens that follow the tokens of a chunk, by the chunk's index.
         """
         step, self._step, self._following = self._step, self._following, []
-        self._note_duration([chunk for _, chunk in step], duration_s)
+        self._times.note([chunk for _, chunk in step], duration_s)
+        self._note_cost(step, now)
         drawn = enumerate(token_ids)
         for number, ((sequence, chunk), query_len) in enumerate(zip(step, query_lens, strict=True)):
             if chunk.is_prompt:
                 outputs = [next(drawn) for _ in (chunk.job, *chunk.forks)] if chunk.draws else []
                 self._prompt_computed(sequence, chunk, now, outputs, logprobs, prompt_logprobs.get(number, ()))
                 continue
-            row, token_id = next(drawn) if chunk.draws else (-1, -1)
+            outputs = list(islice(drawn, 1 + len(chunk.draft))) if chunk.draws else []
             recomputes = len(chunk.token_ids) > 1
             self._num_recomputed_tokens += query_len if recomputes else 0
             if sequence.state is SequenceState.LEAVING:
+                self.speculation.verified(len(chunk.draft), 0)
                 self._residents.leave(sequence)
                 continue
             # A hand-off leaves exactly the newest token to compute. More of them at once would be prefill, unless this
             # scheduler has asked for them.
-            sequence.num_prefilled += query_len if query_len > 1 and not recomputes else 0
+            was_asked = recomputes or query_len == 1 + len(chunk.draft)
+            sequence.num_prefilled += query_len if query_len > 1 and not was_asked else 0
             sequence.num_computed += len(chunk.token_ids)
             if not chunk.draws:
                 continue
             index = sequence.num_output
-            reason = sequence.job.finish_reason(index, token_id)
+            kept, reason = outcome(chunk, [token_id for _, token_id in outputs], num_meaningful.get(sequence.key))
             sequence.num_steps += 1
-            sequence.tokens.append(token_id)
+            sequence.num_computed += len(kept) - 1
+            sequence.tokens.extend(kept)
+            sequence.num_newest = len(kept)
+            self.speculation.drawn(sequence, kept)
+            self.speculation.verified(len(chunk.draft), len(kept) - 1)
             event = StepTokens(
                 id=sequence.key,
                 first_index=index,
-                token_ids=(token_id,),
+                token_ids=kept,
                 finish_reason=reason,
                 first_step_s=duration_s if sequence.num_steps == 1 else 0.0,
                 local_prefill_tokens=sequence.num_prefilled,
-                logprobs=(logprobs[row],) if row in logprobs else (),
+                logprobs=tuple(logprobs[row] for row, _ in outputs[: len(kept)] if row in logprobs),
+                num_accepted=len(kept) - 1,
+                num_rejected=len(chunk.draft) - (len(kept) - 1),
             )
             self._residents.emit(sequence.job.router_id, event)
             if reason is not None:
                 self._residents.leave(sequence)
-
-    def _note_duration(self, chunks: Seq[PlannedChunk], duration_s: float) -> None:
-        """Of a step. What it has taken longer because of prompts is counted as theirs, and not less than their part of
-        it by tokens."""
-        num_tokens = sum(len(chunk.token_ids) for chunk in chunks)
-        of_prompts = [chunk for chunk in chunks if chunk.is_prompt]
-        if not of_prompts:
-            weight = STEP_SMOOTHING if self._mean_step_s else 1.0
-            self._mean_step_s += weight * (duration_s - self._mean_step_s)
-            return
-        num_prompt_tokens = sum(len(chunk.token_ids) for chunk in of_prompts)
-        longer_s = duration_s - (self._mean_step_s if len(of_prompts) < len(chunks) else 0.0)
-        prompts_s = max(longer_s, duration_s * num_prompt_tokens / num_tokens)
-        for chunk in of_prompts:
-            if (prompt := self._prompts.of(chunk.key)) is not None:
-                prompt.compute_s += prompts_s * len(chunk.token_ids) / num_prompt_tokens
+        self.migrations.stepped(now, self._times.mean_s)
 
     def _prompt_computed(
         self,
@@ -533,7 +598,7 @@ class DecodeScheduler:
         if prompt is not None:
             # What is wrong with one of its outputs is wrong with all.
             self._residents.fail_prompt(prompt, error)
-        elif sequence is not None and sequence.state in (SequenceState.RUNNING, SequenceState.PREEMPTED):
+        elif sequence is not None and sequence.state in DECODING_STATES:
             self._residents.report(sequence, JobFailed.of(key, error))
             self._residents.stop(key)
 
@@ -545,6 +610,7 @@ class DecodeScheduler:
         """
         step, self._step = self._step, []
         self._following = []  # the engine skips it
+        self._step_began_at = None
         for sequence, _ in step:
             if (prompt := self._prompts.of(sequence.key)) is not None:
                 self._residents.fail_prompt(prompt, error, retryable=True, blame=self._worker_id)
@@ -552,9 +618,16 @@ class DecodeScheduler:
             if sequence.state is not SequenceState.LEAVING:
                 failure = JobFailed.of(sequence.key, error, retryable=True, blame=self._worker_id)
                 self._residents.report(sequence, failure)
-            self._residents.forget(sequence, committed=True)
+            self._residents.leave(sequence)
 
     # Inside -----------------------------------------------------------------------------------------------------------
+
+    def _note_cost(self, step: Seq[tuple[Sequence, PlannedChunk]], now: float) -> None:
+        """What drafts cost is seen in steps in which every sequence draws a token."""
+        began_at, self._step_began_at = self._step_began_at, now
+        if began_at is not None and all(len(chunk.token_ids) == 1 and chunk.draws for _, chunk in step):
+            num_drafted = sum(len(chunk.draft) for _, chunk in step)
+            self.speculation.stepped([sequence for sequence, _ in step], num_drafted, now - began_at)
 
     def _is_computing(self, sequence: Sequence) -> bool:
         """Whether a step computes into its blocks, or is about to."""
@@ -567,18 +640,6 @@ class DecodeScheduler:
             self.fail(HandoffId(job.request_id, job.attempt), error)
             return False
 
-    def _retry_after_s(self, num_blocks: int, num_new: int) -> float:
-        """When room for `num_blocks` blocks and `num_new` more sequences is there, if nothing ends early. A hint:
-        blocks that sequences share are counted with each of them."""
-        free, num_sequences = self._blocks.num_available, len(self._residents.sequences)
-        running = [s for s in self._residents.sequences.values() if s.state is SequenceState.RUNNING]
-        for sequence in sorted(running, key=lambda s: s.num_left):
-            free += self._blocks.num_held(sequence.key)
-            num_sequences -= 1
-            if free >= num_blocks and num_sequences + num_new <= self._max_batch_size:
-                return min(max(sequence.num_left * self._mean_step_s, MIN_RETRY_S), MAX_RETRY_S)
-        return MAX_RETRY_S if running else MIN_RETRY_S
-
 
 def _chunk_after(chunk: PlannedChunk) -> PlannedChunk:
     return PlannedChunk(
@@ -588,6 +649,7 @@ def _chunk_after(chunk: PlannedChunk) -> PlannedChunk:
         start=chunk.start + len(chunk.token_ids),
         output_index=chunk.output_index + 1,
         draws=True,
+        newest=(NOT_DRAWN,),
     )
 
 
@@ -600,4 +662,5 @@ def _chunk(sequence: Sequence, length: int) -> PlannedChunk:
         start=start,
         output_index=sequence.num_output,
         draws=length == sequence.num_to_compute,
+        newest=tuple(sequence.tokens[-sequence.num_newest :]),
     )

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from pdserve.block_hash import BlockHashes
-from pdserve.types import GenerationJob, HandoffId
+from pdserve.types import DecodeTarget, GenerationJob, HandoffId, RunningStream
 from pdserve.worker.events import DecodeEvent
 
 
@@ -28,10 +28,16 @@ class SequenceState(enum.Enum):
     of a prompt that is computed here for the others."""
     RUNNING = "running"
     """In the running batch. Waits in it, without a part in the step, if it needs a block and may not take one."""
+    MIGRATING = "migrating"
+    """Out of the batch: the last of its KV is on its way to another worker, which owns it once it says so."""
     PREEMPTED = "preempted"
     """Gave its blocks to an older sequence. Goes on, by computing its KV again, when there is room."""
     LEAVING = "leaving"
-    """Over, but the step that computes into its blocks has not returned."""
+    """Over, but the step that computes into its blocks, or the transfer that reads from them, has not returned."""
+
+
+DECODING_STATES = (SequenceState.RUNNING, SequenceState.MIGRATING, SequenceState.PREEMPTED)
+"""Those in which the stream is this worker's, and not over."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -58,11 +64,21 @@ class Sequence:
     num_steps: int = 0
     num_prefilled: int = 0
     """Tokens whose KV this worker computed by prefill."""
+    num_newest: int = 1
+    """Tokens of the output that came last, in one step."""
 
     @property
     def key(self) -> HandoffId:
         """Its name."""
         return HandoffId(self.job.request_id, self.job.attempt)
+
+    def extend(self, token_ids: list[int]) -> None:
+        """These, with KV, have come since the job was written. To bias, penalties and grammar it is as if its prompt
+        had been computed up to here."""
+        if not token_ids:
+            return
+        self.tokens.extend(token_ids)
+        self.job = replace(self.job, token_ids=tuple(self.tokens))
 
     @property
     def num_output(self) -> int:
@@ -104,6 +120,10 @@ class PlannedChunk:
     """Whether its prompt is computed here for the first time."""
     forks: tuple[GenerationJob, ...] = ()
     """Further outputs that go on from here."""
+    newest: tuple[int, ...] = ()
+    """Tokens of the output that have come since a token of it was drawn last, this chunk's last one included."""
+    draft: tuple[int, ...] = ()
+    """Tokens to compute behind those, which may be the next ones: a token is drawn before each and after the last."""
 
 
 NOT_DRAWN = -1
@@ -153,4 +173,42 @@ class Emit:
     event: DecodeEvent
 
 
-Action = CancelReservation | CopyBlock | Forget | Emit
+@dataclass(frozen=True, slots=True)
+class StartMigration:
+    """Reserve room at `target` for `num_tokens` tokens of a stream, which are or will be in `blocks`. Ends by exactly
+    one of `committed`, `failed` and `closed` of `Migrations`."""
+
+    handoff: HandoffId
+    stream: RunningStream
+    target: DecodeTarget
+    blocks: tuple[int, ...]
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class AdvanceMigration:
+    """The KV of the first `num_tokens` tokens may be sent: it is final, or nothing will be computed behind it."""
+
+    handoff: HandoffId
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class CommitMigration:
+    """The stream has stopped: give it over, with all tokens that the reservation did not know."""
+
+    handoff: HandoffId
+    tokens: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class AbortMigration:
+    """Call it off."""
+
+    handoff: HandoffId
+
+
+MigrationOrder = StartMigration | AdvanceMigration | CommitMigration | AbortMigration
+"""What the transfer is asked to do."""
+
+Action = CancelReservation | CopyBlock | Forget | Emit | MigrationOrder

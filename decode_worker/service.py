@@ -8,9 +8,11 @@ import logging
 import time
 from collections import defaultdict
 from collections.abc import AsyncIterator, Sequence
+from dataclasses import replace
 
 from grpc.aio import ServicerContext
 
+from decode_worker.migration_driver import MigrationDriver
 from decode_worker.scheduler import DecodeScheduler
 from decode_worker.sequences import (
     CancelReservation,
@@ -22,7 +24,7 @@ from decode_worker.sequences import (
     SequenceState,
     follows,
 )
-from kv_transfer import Busy, HandoffReceiver, Room
+from kv_transfer import Busy, HandoffReceiver, HandoffSender, Room
 from kv_transfer.prefix_server import PrefixServer
 from kv_transfer.settings import transfer_config
 from pdserve.block_hash import BlockHasher
@@ -36,9 +38,9 @@ from pdserve.logs import configure_logging
 from pdserve.rpc.codec import stats_to_proto, worker_info_to_proto
 from pdserve.rpc.v1 import handoff_pb2, prefix_pb2, worker_pb2_grpc
 from pdserve.rpc.v1 import worker_pb2 as pb
-from pdserve.types import GenerationJob, HandoffId, PrefixFetch, Role, WorkerStats
+from pdserve.types import GenerationJob, HandoffId, HandoffPurpose, PrefixFetch, Role, RunningStream, WorkerStats
 from pdserve.worker.codec import decode_command_from_proto, decode_events_to_proto
-from pdserve.worker.drain import DrainWaiter
+from pdserve.worker.drain import DrainWaiter, sane_timeout_s
 from pdserve.worker.engine_thread import Step
 from pdserve.worker.events import (
     Cancel,
@@ -48,6 +50,7 @@ from pdserve.worker.events import (
     JobFailed,
     KeepAlive,
     Malformed,
+    Migrate,
     SubmitLocal,
 )
 from pdserve.worker.host import WorkerHost
@@ -59,6 +62,10 @@ from pdserve.worker.sessions import SessionCodec, SessionHub
 from pdserve.worker.tasks import Alarm
 
 log = logging.getLogger(__name__)
+
+MIGRATION_GRACE_S = 3.0
+"""How long a worker whose time is up waits for streams that move to another one: otherwise they would have to be
+computed again."""
 
 SERVICE_NAMES = [
     pb.DESCRIPTOR.services_by_name["DecodeWorker"].full_name,
@@ -83,6 +90,9 @@ class DecodeService(worker_pb2_grpc.DecodeWorkerServicer):
         self._scheduler: DecodeScheduler
         self._blocks: SequenceBlocks
         self._receiver: HandoffReceiver | None = None
+        self._sender: HandoffSender | None = None
+        """Of streams that move to other decode workers."""
+        self._migrations: MigrationDriver
         self._prefixes: PrefixServer | None = None
         self._hub: Hub | None = None
         self._edits: dict[HandoffId, SequenceEdits | None] = {}
@@ -116,6 +126,9 @@ class DecodeService(worker_pb2_grpc.DecodeWorkerServicer):
             max_batch_tokens=config.decode.max_batch_tokens,
             max_waiting=config.decode.max_waiting,
             limits=JobLimits(vocab_size=engine.config.vocab_size, max_model_len=info.max_model_len),
+            migrate=config.decode.migrate,
+            speculation=config.decode.speculation,
+            token_nbytes=engine.layout.block_nbytes / engine.layout.block_size,
         )
         self._grammars = SequenceGrammars(
             functools.partial(load_model_tokenizer, config), engine.config.vocab_size, on_compiled=self._wake.set
@@ -148,6 +161,15 @@ class DecodeService(worker_pb2_grpc.DecodeWorkerServicer):
             channels=host.channels,
         )
         self._prefixes.register(host.server)
+        self._sender = HandoffSender(
+            # Exact, through host memory, and over the first transport that will do: nothing overlaps with layers.
+            info=info.as_prefix_peer,
+            store=engine.store,
+            config=replace(transfer_config(config), tail_tokens=0, preflight=False),
+            bind_host=host.listen_host,
+            channels=host.channels,
+        )
+        self._migrations = MigrationDriver(self._sender, self._scheduler.migrations, host.tasks, self._changed)
         await self._receiver.start()
         worker_pb2_grpc.add_DecodeWorkerServicer_to_server(self, host.server)
         host.tasks.spawn(self._decode(), "decode-steps")
@@ -176,6 +198,8 @@ class DecodeService(worker_pb2_grpc.DecodeWorkerServicer):
         await self._host.join_engine()
         if self._grammars is not None:
             self._grammars.close()
+        if self._sender is not None:
+            await self._sender.aclose()
         if self._receiver is not None:
             await self._receiver.aclose()
         if self._prefixes is not None:
@@ -193,20 +217,27 @@ class DecodeService(worker_pb2_grpc.DecodeWorkerServicer):
         assert self._receiver is not None and self._prefixes is not None
         return WorkerStats(
             num_waiting=scheduler.count(SequenceState.QUEUED, SequenceState.PREEMPTED),
-            num_running=scheduler.count(SequenceState.PREFILLING, SequenceState.RUNNING, SequenceState.LEAVING),
+            num_running=scheduler.count(
+                SequenceState.PREFILLING, SequenceState.RUNNING, SequenceState.MIGRATING, SequenceState.LEAVING
+            ),
             num_transferring=scheduler.count(SequenceState.RESERVED, SequenceState.RELEASING),
             queued_tokens=scheduler.num_running_tokens,
             blocks_in_use=self._blocks.num_used,
             blocks_cached=self._blocks.num_cached,
             blocks_total=self._blocks.num_blocks,
             prefill_tokens_total=(
-                runner.num_prefill_tokens + scheduler.num_lone_prompt_tokens - scheduler.num_recomputed_tokens
+                runner.num_prefill_tokens
+                + scheduler.num_lone_prompt_tokens
+                - scheduler.num_recomputed_tokens
+                - scheduler.speculation.num_verified
             ),
             local_prefill_tokens=scheduler.num_prompt_tokens_left,
             cached_tokens_total=scheduler.num_held_tokens,
             preemptions_total=scheduler.num_preemptions,
             recomputed_tokens_total=scheduler.num_recomputed_tokens,
-            generated_tokens_total=runner.num_sampled_tokens,
+            generated_tokens_total=runner.num_sampled_tokens - scheduler.speculation.num_rejected,
+            accepted_draft_tokens_total=scheduler.speculation.num_accepted,
+            rejected_draft_tokens_total=scheduler.speculation.num_rejected,
             kv_bytes_total=self._receiver.stats.bytes_received,
             failed_handoffs_total=self._receiver.stats.num_failed,
             steps_total=runner.num_steps,
@@ -251,27 +282,37 @@ class DecodeService(worker_pb2_grpc.DecodeWorkerServicer):
 
     async def _drain(self, timeout_s: float) -> int:
         assert self._hub is not None and self._receiver is not None and self._prefixes is not None
-        self._scheduler.drain()
+        scheduler, now = self._scheduler, time.monotonic()
+        scheduler.drain()
         self._receiver.set_draining(True)
         self._prefixes.set_draining()
         await self._host.begin_drain()
         self._hub.beat()
-        return await self._drained.wait(lambda: self._scheduler.num_sequences, timeout_s)
+        scheduler.migrations.drain(now + sane_timeout_s(timeout_s), now)
+        self._changed()
+        left = await self._drained.wait(lambda: scheduler.num_sequences, timeout_s)
+        if left:
+            await self._drained.wait(lambda: scheduler.migrations.num_leaving, MIGRATION_GRACE_S)
+        return scheduler.num_sequences
 
     # Admission --------------------------------------------------------------------------------------------------------
 
-    def reserve(self, job: GenerationJob | PrefixFetch, handoff: HandoffId, num_tokens: int) -> Room | Busy:
+    def reserve(self, job: HandoffPurpose, handoff: HandoffId, num_tokens: int) -> Room | Busy:
         """See `Admission.reserve`. Blocks past those for `num_tokens` are set aside for the output."""
         assert self._hub is not None
-        if not isinstance(job, GenerationJob):
+        if isinstance(job, PrefixFetch):
             raise InvalidRequestError("reserve.job: a decode worker takes requests, not prefixes", field="reserve.job")
+        migrates = isinstance(job, RunningStream)
+        if isinstance(job, RunningStream):
+            job = job.job
         if job.router_id not in self._hub:
             raise UnavailableError(f"router {job.router_id} has no session with decode worker {self._host.worker_id}")
-        answer = self._scheduler.reserve(job, num_tokens, time.monotonic())
+        answer = self._scheduler.reserve(job, num_tokens, time.monotonic(), migrates=migrates)
         if isinstance(answer, NoRoom):
             return Busy(handoff, answer.retry_after_s)
         assert self._grammars is not None
         self._grammars.prepare(job)
+        self._host.recorder.begin(job)
         self._changed()
         return Room(self._blocks.ids(handoff)[: self._blocks.blocks_for(num_tokens)], num_held_tokens=answer)
 
@@ -283,6 +324,7 @@ class DecodeService(worker_pb2_grpc.DecodeWorkerServicer):
     def commit(self, handoff: HandoffId, first_tokens: tuple[int, ...], *, exact: bool) -> None:
         """See `Admission.commit`."""
         self._scheduler.commit(handoff, first_tokens, exact=exact)
+        self._host.recorder.restart(handoff)
         self._replan()
         self._changed()
 
@@ -310,6 +352,10 @@ class DecodeService(worker_pb2_grpc.DecodeWorkerServicer):
         match command:
             case SubmitLocal(job=job):
                 self._submit(router_id, job)
+            case Migrate(id=key):
+                now = time.monotonic()
+                self._scheduler.migrations.named(key, command.new_attempt, command.target, now)
+                self._changed()
             case Cancel(id=key) if self._scheduler.state_of(key) is None:
                 # The prefill worker's request for room may still be on its way; it will be refused.
                 self._receiver.cancel(key)
@@ -338,6 +384,7 @@ class DecodeService(worker_pb2_grpc.DecodeWorkerServicer):
             self._hub.post(router_id, [JobFailed.of(key, error, blame=blame) for key in keys])
         else:
             self._grammars.prepare(job)
+            self._host.recorder.begin(job)
             self._replan()
         self._changed()
 
@@ -360,6 +407,7 @@ class DecodeService(worker_pb2_grpc.DecodeWorkerServicer):
         """After an event: do what the scheduler asks for, and see whether there is something to compute now."""
         assert self._hub is not None and self._receiver is not None and self._grammars is not None
         events: defaultdict[str, list[DecodeEvent]] = defaultdict(list)
+        forgotten: list[HandoffId] = []
         for action in self._scheduler.take_actions():
             match action:
                 case CancelReservation(key):
@@ -369,12 +417,18 @@ class DecodeService(worker_pb2_grpc.DecodeWorkerServicer):
                 case Forget(key, committed):
                     self._edits.pop(key, None)
                     self._grammars.forget(key)
+                    forgotten.append(key)
                     if committed:
                         self._receiver.finished(key)
                 case Emit(router_id, event):
                     events[router_id].append(event)
+                case _:
+                    self._migrations.carry_out(action)
         for router_id, batch in events.items():
+            self._host.recorder.tell(batch)
             self._hub.post(router_id, batch)
+        for key in forgotten:
+            self._host.recorder.forget(key)
         self._alarm.set(self._scheduler.next_timer())
         self._drained.notify()
         self._wake.set()
@@ -418,6 +472,7 @@ class DecodeService(worker_pb2_grpc.DecodeWorkerServicer):
                     time.monotonic(),
                     logprobs=result.logprobs,
                     prompt_logprobs=result.prompt_logprobs,
+                    num_meaningful=grammars.take_meaningful(),
                 )
                 step = self._following
             self._changed()
@@ -434,10 +489,11 @@ class DecodeService(worker_pb2_grpc.DecodeWorkerServicer):
 
     def _chunk(self, chunk: PlannedChunk) -> SequenceChunk:
         return SequenceChunk(
-            token_ids=chunk.token_ids,
+            token_ids=(*chunk.token_ids, *chunk.draft),
             start_position=chunk.start,
             block_table=self._blocks.ids(chunk.key),
             samples=self._samples(chunk) if chunk.draws else (),
+            num_drafted=len(chunk.draft),
             score=ScoreRequest.for_prompt(chunk.job, chunk.start, len(chunk.token_ids)) if chunk.is_prompt else None,
         )
 
@@ -452,10 +508,14 @@ class DecodeService(worker_pb2_grpc.DecodeWorkerServicer):
         else:
             if chunk.key not in self._edits:
                 self._edits[chunk.key] = SequenceEdits.for_job(job)
-            edits, newest = self._edits[chunk.key], chunk.token_ids[-1]
+            edits = self._edits[chunk.key]
             if edits is not None:
-                edits.observe(output_index - 1, newest)
-            output = (*output, newest)
+                for index, token_id in enumerate(chunk.newest, start=output_index - len(chunk.newest)):
+                    edits.observe(index, token_id)
+            output = (*output, *chunk.newest)
+        if chunk.draft:
+            masks = self._grammars.allowed_along(job, output_index, output, chunk.draft)
+            return SampleRequest.for_draft(job, output_index, chunk.draft, edits, masks)
         allowed = self._grammars.allowed(job, output_index, output)
         return tuple(SampleRequest.for_job(branch, output_index, edits, allowed) for branch in (job, *chunk.forks))
 

@@ -34,7 +34,7 @@ from pdserve.errors import HandoffError, InvalidRequestError
 from pdserve.rpc.codec import job_from_proto, job_to_proto, worker_info_from_proto, worker_info_to_proto
 from pdserve.rpc.v1 import handoff_pb2 as pb
 from pdserve.rpc.v1 import prefix_pb2
-from pdserve.types import GenerationJob, HandoffId, PrefixFetch
+from pdserve.types import GenerationJob, HandoffId, HandoffPurpose, PrefixFetch, RunningStream
 
 Request = ToDecode | LinkHello | LinkHeartbeat
 Reply = ToPrefill | LinkWelcome | LinkRefused | LinkHeartbeat | ProbeAck
@@ -57,8 +57,15 @@ def _endpoints_from(messages: Iterable[pb.TransportEndpoint]) -> tuple[Endpoint,
 
 
 def _reserve(message: Reserve) -> pb.Reserve:
-    reserve = pb.Reserve(id=_id(message.id), num_tokens=message.num_tokens, plan_hash=message.plan_hash)
+    reserve = pb.Reserve(
+        id=_id(message.id),
+        num_tokens=message.num_tokens,
+        plan_hash=message.plan_hash,
+    )
     match message.job:
+        case RunningStream(job=job, exact=exact):
+            reserve.job.CopyFrom(job_to_proto(job))
+            reserve.migrates, reserve.inexact = True, not exact
         case GenerationJob():
             reserve.job.CopyFrom(job_to_proto(message.job))
         case PrefixFetch():
@@ -66,12 +73,13 @@ def _reserve(message: Reserve) -> pb.Reserve:
     return reserve
 
 
-def _job_from(message: pb.Reserve) -> GenerationJob | PrefixFetch:
+def _job_from(message: pb.Reserve) -> HandoffPurpose:
     if message.WhichOneof("purpose") == "fetch":
         return PrefixFetch(
             request_id=message.id.request_id, attempt=message.id.attempt, last_block=message.fetch.last_block
         )
-    return job_from_proto(message.job)
+    job = job_from_proto(message.job)
+    return RunningStream(job=job, exact=not message.inexact) if message.migrates else job
 
 
 def _first_tokens_from(message: pb.Commit) -> tuple[int, ...]:

@@ -53,9 +53,8 @@ def check_prefill_peer(hello: LinkHello, decode: WorkerInfo, newest_generation: 
 
 def _check(prefill: WorkerInfo, decode: WorkerInfo, *, for_prefixes: bool) -> None:
     problems = prefill.incompatibilities(decode)
-    # Whoever holds a prefix may give it away; only prefill workers ask for one.
-    if not for_prefixes and prefill.role is not Role.PREFILL:
-        problems.append(f"role of {prefill.worker_id} is {prefill.role.value!r}, must be 'prefill'")
+    # Any worker may send: prompts that it has computed, streams that move on, prefixes that it holds. Only prefill
+    # workers ask for prefixes.
     wanted = Role.PREFILL if for_prefixes else Role.DECODE
     if decode.role is not wanted:
         problems.append(f"role of {decode.worker_id} is {decode.role.value!r}, must be {wanted.value!r}")

@@ -63,6 +63,8 @@ class Reserved:
     """No renewal goes beyond this."""
     num_branches: int = 1
     """Outputs that go on from the KV, and share it."""
+    num_unknown: int = 0
+    """Tokens for which there is room behind those of the job: a stream that migrates may have drawn them by now."""
     first_tokens: tuple[int, ...] | None = None
     """Set by a Commit that came before the last chunk; it takes effect when that is stored."""
     stored_at_commit: int = 0
@@ -144,6 +146,7 @@ class Allocated:
     num_held_tokens: int
     plan_hash: int
     num_branches: int = 1
+    num_unknown: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -136,6 +136,7 @@ def _granted(s: Absent, e: Allocated, now: float) -> Result:
         num_chunks=e.num_chunks,
         num_held_tokens=e.num_held_tokens,
         num_branches=e.num_branches,
+        num_unknown=e.num_unknown,
         plan_hash=e.plan_hash,
         lease_until=now + timers.lease_s,
         expires_at=now + timers.max_reservation_s,
@@ -229,7 +230,7 @@ def _commit(s: Reserved, e: CommitArrived, now: float) -> Result:
     if e.message.nonce != s.nonce:
         return s, (_gone(s, e.message.nonce, "stale_attempt", "the commit belongs to an older ticket"),)
     num_drawn = len(e.message.first_tokens)
-    if num_drawn != s.num_branches:
+    if not 0 <= num_drawn - s.num_branches <= s.num_unknown:
         return _release(s, "handoff_failed", f"the commit has {num_drawn} tokens for {s.num_branches} outputs", now)
     repeated_without_progress = s.first_tokens is not None and s.stored == s.stored_at_commit
     # After a reconnection P may go on under the ticket it holds; the chunks come on the new link then.

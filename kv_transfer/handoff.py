@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -29,7 +29,7 @@ from kv_transfer.prefill_states import (
 from kv_transfer.prefill_table import start, step
 from kv_transfer.table import Machine
 from pdserve.errors import PdServeError, error_from_code
-from pdserve.types import GenerationJob, HandoffId, PrefixFetch
+from pdserve.types import HandoffId, HandoffPurpose
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,7 +67,7 @@ class Handoff:
     def __init__(
         self,
         *,
-        job: GenerationJob | PrefixFetch,
+        job: HandoffPurpose,
         blocks: Sequence[int],
         plan: ChunkPlan,
         timers: PrefillTimers,
@@ -78,6 +78,8 @@ class Handoff:
         self.blocks = tuple(blocks)
         self.plan = plan
         """What is sent: all tokens, until a grant says which of them the decode worker holds already."""
+        self.on_stored: Callable[[], None] | None = None
+        """Called whenever the decode worker has confirmed a chunk."""
         self._link = link
         offer = Offer(id=self.id, plan=plan, timers=timers)
         self._machine: Machine[PrefillState, PrefillEvent, PrefillAction] = Machine(
@@ -118,6 +120,12 @@ class Handoff:
             nbytes += self.plan.chunk((left & -left).bit_length() - 1).nbytes
             left &= left - 1
         return nbytes
+
+    @property
+    def caught_up(self) -> bool:
+        """Whether room is granted, and everything below the frontier is known to be stored."""
+        state = self.state
+        return isinstance(state, Pushing) and not state.push.ready & ~state.push.acked
 
     def reserve_message(self) -> Reserve:
         """The Reserve of this hand-off."""
@@ -192,6 +200,8 @@ class Handoff:
                     self._ended_at = now
                     self._granted.set()
                     self._ended.set()
+        if isinstance(event, ChunkAck) and self.on_stored is not None:
+            self.on_stored()
         return actions
 
     @property

@@ -13,6 +13,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping
+from typing import NoReturn
 
 import grpc
 
@@ -51,6 +52,7 @@ from kv_transfer.prefill_states import (
 from kv_transfer.transports.base import Endpoint, TransportContext, TransportKind
 from kv_transfer.transports.grpc_raw import grpc_reason
 from kv_transfer.wire_format import WireFormat, negotiate
+from pdserve.cancelling import raise_if_cancelled
 from pdserve.errors import InternalError, OverloadedError, PdServeError, WorkerLostError, error_from_code
 from pdserve.security.identity import PeerRole
 from pdserve.types import DecodeTarget, HandoffId
@@ -242,6 +244,7 @@ class PrefillLink:
                 await self._session(link, deadline)
                 return None
             except LinkDown as error:
+                raise_if_cancelled()
                 reason, is_silent = str(error), isinstance(error, PeerSilent)
             except PdServeError as error:
                 return error
@@ -334,7 +337,6 @@ class PrefillLink:
         self._overflowed = False
         try:
             async with asyncio.TaskGroup() as tasks:
-                tasks.create_task(self._read_replies(call, watch, poster), name=f"kv-link-{link}-read")
                 tasks.create_task(self._write_requests(call, self._outbox), name=f"kv-link-{link}-write")
                 tasks.create_task(self._tick(watch, poster), name=f"kv-link-{link}-tick")
                 tasks.create_task(self._post(poster), name=f"kv-link-{link}-post")
@@ -343,13 +345,15 @@ class PrefillLink:
                 while self._late_aborts:
                     self._send(self._late_aborts.popleft())
                 self._dispatch_all(self._link_up())
+                # In this task: see `raise_if_cancelled`.
+                await self._read_replies(call, watch, poster)
         except* _Closed:
             logger.debug("KV link %s to %s is closed", link, self._peer)
         except* LinkDown as group:
             kind = PeerSilent if group.subgroup(PeerSilent) else LinkDown
             raise kind("; ".join(str(error) for error in group.exceptions)) from group
 
-    async def _read_replies(self, call: ControlCall, watch: PeerWatch, poster: ChunkPoster) -> None:
+    async def _read_replies(self, call: ControlCall, watch: PeerWatch, poster: ChunkPoster) -> NoReturn:
         while True:
             try:
                 replies = await _read(call)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from pdserve.types import GenerationJob, HandoffId, PrefixFetch
+from pdserve.types import HandoffId, HandoffPurpose
 from pdserve.worker_info import WorkerInfo
 
 PROTOCOL_VERSION = 4
@@ -95,9 +95,10 @@ class Reserve:
     """Asks for room for `num_tokens` tokens."""
 
     id: HandoffId
-    job: GenerationJob | PrefixFetch
-    """What the KV is for: a request to decode, or the prefix that the receiver has asked for."""
+    job: HandoffPurpose
+    """What the KV is for."""
     num_tokens: int
+    """Of a stream that runs: for how many it may have by the commit."""
     plan_hash: int
     """Of the plan that sends all of them."""
 
@@ -110,7 +111,7 @@ class Commit:
     nonce: int
     first_tokens: tuple[int, ...]
     """What was drawn for each branch of the job, in their order: `ENDED` for those that do not go on. For a prefix one
-    number that means nothing."""
+    number that means nothing. For a stream that migrates all tokens after those of the job; the last one has no KV."""
 
 
 @dataclass(frozen=True, slots=True)

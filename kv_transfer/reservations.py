@@ -59,7 +59,7 @@ from kv_transfer.wire import FrameError, decode
 from kv_transfer.wire_format import WireFormat
 from pdserve.errors import DrainingError, IncompatibleWorkersError, InvalidRequestError, PdServeError
 from pdserve.kv_layout import KvBlockStore
-from pdserve.types import GenerationJob, HandoffId, PrefixFetch
+from pdserve.types import GenerationJob, HandoffId, HandoffPurpose, RunningStream
 
 logger = logging.getLogger(__name__)
 
@@ -83,7 +83,7 @@ class Admission(Protocol):
     `reserve` on.
     """
 
-    def reserve(self, job: GenerationJob | PrefixFetch, handoff: HandoffId, num_tokens: int) -> Room | Busy:
+    def reserve(self, job: HandoffPurpose, handoff: HandoffId, num_tokens: int) -> Room | Busy:
         """Destination blocks for `num_tokens` tokens, or Busy if there is no room now.
 
         A PdServeError means never; P is told its code and message.
@@ -96,7 +96,8 @@ class Admission(Protocol):
         """Every byte is in place and verified. The request is the worker's: decode on from the first token.
 
         There is one for each branch of the job, `ENDED` for those that do not go on. The receiver is to be told of the
-        end of every branch, also of those. A prefix is the worker's in the same way, and nobody decodes it.
+        end of every branch, also of those. A prefix is the worker's in the same way, and nobody decodes it. Of a stream
+        that was running these are all tokens that it has beyond its job's.
 
         Not `exact`: the KV went through a lossy codec. It must not become anybody else's prefix.
         """
@@ -131,6 +132,8 @@ class _Entry:
         """Of a joint job, itself first; empty for any other."""
         self.ticket: Ticket | None = None
         """Of the newest grant, also when it is over."""
+        self.exact = True
+        """Whether the sender's KV is that, in the newest grant."""
 
 
 class Reservations:
@@ -312,7 +315,8 @@ class Reservations:
                 self.num_committed += 1
                 assert entry.ticket is not None, "a commit has a ticket"
                 self._separate(entry)
-                self._admission.commit(handoff, first_tokens, exact=entry.ticket.plan.wire.exact)
+                exact = entry.exact and entry.ticket.plan.wire.exact
+                self._admission.commit(handoff, first_tokens, exact=exact)
             case StopDecode():
                 self._admission.supersede(handoff)
             case FenceLink(link):
@@ -372,12 +376,19 @@ class Reservations:
             report=self.landings.report,
         )
         self.landings.add(entry.ticket)
+        entry.exact = not isinstance(message.job, RunningStream) or message.job.exact
         entry.branches = branches if len(branches) > 1 else ()
         for fork in branches[1:]:
             if fork in self._entries or self.newest_attempt(fork.request_id) > fork.attempt:
                 self._admission.supersede(fork)
         return Allocated(
-            entry.ticket.nonce, link, plan.num_chunks, answer.num_held_tokens, plan.plan_hash, len(branches)
+            entry.ticket.nonce,
+            link,
+            plan.num_chunks,
+            answer.num_held_tokens,
+            plan.plan_hash,
+            len(branches),
+            _num_unknown(message),
         )
 
     def _plan(self, entry: _Entry, message: Reserve) -> ChunkPlan:
@@ -448,7 +459,12 @@ class Reservations:
             del self._attempts[handoff.request_id]
 
 
-def _branches(job: GenerationJob | PrefixFetch) -> tuple[HandoffId, ...]:
+def _num_unknown(message: Reserve) -> int:
+    """See Reserved."""
+    return message.num_tokens - message.job.job.num_known_tokens if isinstance(message.job, RunningStream) else 0
+
+
+def _branches(job: HandoffPurpose) -> tuple[HandoffId, ...]:
     forks = job.forks if isinstance(job, GenerationJob) else ()
     return (
         HandoffId(job.request_id, job.attempt),

@@ -18,7 +18,7 @@ from kv_transfer.transports.base import TransportContext, TransportKind
 from pdserve.errors import PdServeError, UnavailableError
 from pdserve.kv_layout import KvBlockStore
 from pdserve.security.internal import PLAINTEXT, Channels
-from pdserve.types import DecodeTarget, GenerationJob, PrefixFetch
+from pdserve.types import DecodeTarget, HandoffPurpose
 from pdserve.worker_info import WorkerInfo
 
 _CLOSE_TIMEOUT_S = 2.0
@@ -97,9 +97,7 @@ class HandoffSender:
         """Of links that have ended."""
         self._closing = False
 
-    def begin(
-        self, job: GenerationJob | PrefixFetch, target: DecodeTarget, blocks: Sequence[int], num_tokens: int
-    ) -> Handoff:
+    def begin(self, job: HandoffPurpose, target: DecodeTarget, blocks: Sequence[int], num_tokens: int) -> Handoff:
         """A hand-off of the KV of `num_tokens` tokens in `blocks` to `target`. Nothing is sent before its `reserve`.
 
         The caller owns the blocks throughout and frees them as `Handoff` says. Raises UnavailableError while closing.

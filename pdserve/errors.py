@@ -107,6 +107,12 @@ class CapacityError(UnavailableError):
     code = "no_capacity"
 
 
+class PoisonedRequestError(PdServeError):
+    """Workers have died while they computed this request, at the same place; it is not given to another one."""
+
+    code = "poisoned_request"
+
+
 class DeadlineExceededError(PdServeError):
     """The client's deadline passed."""
 

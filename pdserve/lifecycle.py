@@ -63,6 +63,8 @@ class RequestEvent(enum.StrEnum):
     """The prefill worker knows that the decode worker has committed."""
     DECODE_TOKENS = "decode_tokens"
     """Tokens of the decode worker that do not complete the output."""
+    MIGRATED = "migrated"
+    """Another decode worker has the request, with its KV, under an attempt number that was issued for that."""
     FINISHED = "finished"
     """A worker has reported the end, and with this message no token before it is missing."""
     STOPPED = "stopped"
@@ -130,7 +132,7 @@ _ROWS: Final[dict[RequestState, dict[RequestEvent, Step]]] = {
     },
     _S.DECODING: {
         _E.PREFILL_STARTED: _D, _E.FIRST_TOKEN: _D, _E.HANDED_OFF: _D, _E.DECODE_TOKENS: _D,
-        _E.FINISHED: _FINISHED, _E.STOPPED: _STOPPED,
+        _E.MIGRATED: _D, _E.FINISHED: _FINISHED, _E.STOPPED: _STOPPED,
         **_ENDINGS,
     },
     _S.FINISHED: {}, _S.CANCELLED: {}, _S.FAILED: {},
@@ -179,7 +181,7 @@ class InvalidTransition(RuntimeError):  # noqa: N818
 class RequestLifecycle:
     """State and attempt of one request. Not thread-safe: one task owns it."""
 
-    __slots__ = ("_attempt", "_history", "_since", "_state", "request_id")
+    __slots__ = ("_attempt", "_history", "_newest", "_since", "_state", "request_id")
 
     def __init__(
         self, request_id: str, now: float, *, attempt: int = 1, state: RequestState = RequestState.QUEUED
@@ -188,7 +190,7 @@ class RequestLifecycle:
         the clock that `apply` gets."""
         self.request_id = request_id
         self._state = state
-        self._attempt = attempt
+        self._attempt = self._newest = attempt
         self._since = now
         self._history: deque[Transition] = deque(maxlen=MAX_HISTORY)
 
@@ -201,6 +203,16 @@ class RequestLifecycle:
     def attempt(self) -> int:
         """Number of the current attempt, from 1. It fences what older ones still send."""
         return self._attempt
+
+    @property
+    def newest_attempt(self) -> int:
+        """The highest number that is issued: that of the current attempt, unless it is about to move, or could not."""
+        return self._newest
+
+    def issue_attempt(self) -> int:
+        """A number above all others, under which the current attempt may go on elsewhere; see MIGRATED."""
+        self._newest += 1
+        return self._newest
 
     @property
     def since(self) -> float:
@@ -231,7 +243,9 @@ class RequestLifecycle:
             raise InvalidTransition(self.request_id, self._attempt, self._state, event, self.history)
         self._history.append(Transition(now, self._attempt, self._state, event, step.state))
         if step.action is Action.REDISPATCH:
-            self._attempt += 1
+            self._attempt = self.issue_attempt()
+        elif event is _E.MIGRATED:
+            self._attempt = self._newest
         if step.state is not self._state or step.action is Action.REDISPATCH:
             self._state, self._since = step.state, now
         return step.action

@@ -128,22 +128,31 @@ class GrpcEndpoint:
             await self._tls.handshakes.aclose()
 
 
-async def serve_until_stopped(service: Service) -> int:
+async def serve_until_stopped(service: Service, dump: Callable[[str], object] | None = None) -> int:
     """Start, run until a signal or the service's own end, drain, stop. Returns the exit code.
 
-    A second signal cuts the drain short.
+    A second signal cuts the drain short. `dump` writes what the process remembers, and is told why: for SIGUSR2, and
+    when the service fails.
     """
     loop = asyncio.get_running_loop()
     stopping = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stopping.set)
+    if dump is not None:
+        loop.add_signal_handler(signal.SIGUSR2, dump, "signal")
     try:
         if not await _finishes_before(service.start(), stopping):
             return EXIT_OK
         # What is there now stays. Going through all of it again and again would stop every stream for a while.
         gc.collect()
         gc.freeze()
-        if await _finishes_before(service.run(), stopping):
+        try:
+            failed = await _finishes_before(service.run(), stopping)
+        except Exception:
+            if dump is not None:
+                dump("crash")
+            raise
+        if failed:
             log.error("stopping: the service has ended by itself")
             return EXIT_FAILURE
         log.info("stopping: draining")
@@ -171,11 +180,12 @@ async def _finishes_before(work: Coroutine[None, None, None], event: asyncio.Eve
         await asyncio.gather(task, waiter, return_exceptions=True)
 
 
-def run_service(make: Callable[[], Service]) -> int:
-    """Run a service to its end in a new event loop. Returns the exit code for the process."""
+def run_service(make: Callable[[], Service], dump: Callable[[str], object] | None = None) -> int:
+    """Run a service to its end in a new event loop. Returns the exit code for the process. `dump`: see
+    `serve_until_stopped`."""
 
     async def main() -> int:
-        return await serve_until_stopped(make())
+        return await serve_until_stopped(make(), dump)
 
     try:
         return asyncio.run(main())

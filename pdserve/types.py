@@ -144,6 +144,8 @@ class GenerationJob:
     """Prefix cache is shared only between jobs of equal salt."""
     priority: int = 0
     """Smaller is served first."""
+    traceparent: str = ""
+    """Of the router's span for this attempt, see `pdserve.telemetry.context`. Empty: not traced."""
 
     @property
     def branches(self) -> tuple[GenerationJob, ...]:
@@ -238,6 +240,30 @@ class PrefixFetch:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RunningStream:
+    """A stream that moves from one decode worker to another, and goes on at the first until the other one has it."""
+
+    job: GenerationJob
+    """Without forks. Its tokens are those that had KV when it was written; there may be more by the commit."""
+    exact: bool
+    """Whether the sender's KV is what it would have computed itself: not if it came through a lossy codec."""
+
+    @property
+    def request_id(self) -> str:
+        """Of the job."""
+        return self.job.request_id
+
+    @property
+    def attempt(self) -> int:
+        """Of the job: that in which it goes on."""
+        return self.job.attempt
+
+
+HandoffPurpose = GenerationJob | PrefixFetch | RunningStream
+"""What KV is sent for: a request to decode, the prefix that the receiver has asked for, or a stream to go on with."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerStats:
     """What a worker is doing right now. Fields are explained in common.proto."""
 
@@ -263,4 +289,6 @@ class WorkerStats:
     declined_fetches_total: int = 0
     served_fetches_total: int = 0
     local_prefill_tokens: int = 0
+    accepted_draft_tokens_total: int = 0
+    rejected_draft_tokens_total: int = 0
     draining: bool = False

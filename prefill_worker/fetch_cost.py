@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from pdserve.types import PrefixHolder
+from pdserve.worker.rate import Rate
 
 PRIOR_TOKENS_PER_S: Final = 2000.0
 """Prefill of a small model on a few CPU cores; a GPU is far above, and known to be after its first step."""
@@ -45,30 +46,9 @@ MAX_HOLDERS: Final = 64
 """Workers whose measurements are kept; the one asked longest ago is forgotten."""
 
 
-class _Rate:
-    """Units per second as a decaying quotient of sums, in which each unit counts alike: a large step more than a small
-    one."""
-
-    def __init__(self, prior: float, half_life: float) -> None:
-        self._half_life = half_life
-        # A thousandth of what the measurements will weigh in the end: the first one counts for more already.
-        self._units = half_life / 1000
-        self._seconds = self._units / prior
-
-    @property
-    def per_s(self) -> float:
-        return self._units / self._seconds
-
-    def add(self, units: float, seconds: float) -> None:
-        """`units` have taken `seconds`."""
-        decay = 0.5 ** (units / self._half_life)
-        self._units = self._units * decay + units
-        self._seconds = self._seconds * decay + max(seconds, 1e-9)
-
-
 @dataclass(slots=True)
 class _Holder:
-    bandwidth: _Rate
+    bandwidth: Rate
     setup_s: float = PRIOR_SETUP_S
     is_measured: bool = False
     num_failures: int = 0
@@ -93,7 +73,7 @@ class FetchCost:
     def __init__(self, *, token_nbytes: float) -> None:
         """`token_nbytes` is the KV of one token."""
         self._token_nbytes = token_nbytes
-        self._prefill = _Rate(PRIOR_TOKENS_PER_S, HALF_LIFE_TOKENS)
+        self._prefill = Rate(PRIOR_TOKENS_PER_S, HALF_LIFE_TOKENS)
         self._holders: OrderedDict[str, _Holder] = OrderedDict()
         """By incarnation, least recently used first."""
 
@@ -152,7 +132,7 @@ class FetchCost:
     def _holder(self, incarnation: str) -> _Holder:
         holder = self._holders.get(incarnation)
         if holder is None:
-            holder = self._holders[incarnation] = _Holder(_Rate(PRIOR_BYTES_PER_S, HALF_LIFE_BYTES))
+            holder = self._holders[incarnation] = _Holder(Rate(PRIOR_BYTES_PER_S, HALF_LIFE_BYTES))
             if len(self._holders) > MAX_HOLDERS:
                 self._holders.popitem(last=False)
         self._holders.move_to_end(incarnation)

@@ -20,7 +20,7 @@ from kv_transfer.prefix_client import PrefixClient
 from pdserve.engine.sequence_blocks import SequenceBlocks
 from pdserve.errors import InvalidRequestError, PdServeError, StaleAttemptError, UnavailableError
 from pdserve.security.internal import PLAINTEXT, Channels
-from pdserve.types import GenerationJob, HandoffId, PrefixFetch
+from pdserve.types import HandoffId, HandoffPurpose, PrefixFetch
 from pdserve.worker.tasks import TaskScope
 from pdserve.worker_info import WorkerInfo
 from prefill_worker.fetch_book import Fetch, FetchOutcome
@@ -108,7 +108,7 @@ class PrefixFetches:
 
     # Admission --------------------------------------------------------------------------------------------------------
 
-    def reserve(self, job: GenerationJob | PrefixFetch, handoff: HandoffId, num_tokens: int) -> Room | Busy:
+    def reserve(self, job: HandoffPurpose, handoff: HandoffId, num_tokens: int) -> Room | Busy:
         """See `Admission.reserve`."""
         if not isinstance(job, PrefixFetch):
             raise InvalidRequestError("reserve.job: a prefill worker takes prefixes, not requests", field="reserve.job")

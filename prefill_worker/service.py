@@ -14,6 +14,7 @@ from dataclasses import replace
 from grpc.aio import ServicerContext
 
 from kv_transfer import HandoffReceiver, HandoffResult, HandoffSender
+from kv_transfer.handoffs import Handoffs
 from kv_transfer.prefix_server import PrefixServer
 from kv_transfer.settings import transfer_config
 from pdserve.block_hash import BlockHasher
@@ -53,7 +54,6 @@ from pdserve.worker_info import WorkerInfo
 from prefill_worker.fetch_book import FetchBook, FetchOutcome
 from prefill_worker.fetch_cost import FetchCost
 from prefill_worker.fetches import PrefixFetches
-from prefill_worker.handoffs import Handoffs
 from prefill_worker.jobs import (
     RUNNABLE_STATES,
     WAITING_STATES,
@@ -328,6 +328,7 @@ class PrefillService(worker_pb2_grpc.PrefillWorkerServicer):
             self._post(router_id, [JobFailed.of(branch, error, blame=blame) for branch in _branch_keys(job)])
         else:
             self._jobs.setdefault(key, job)
+            self._host.recorder.begin(job)
             assert self._grammars is not None
             self._grammars.prepare(job)
         self._changed()
@@ -410,6 +411,7 @@ class PrefillService(worker_pb2_grpc.PrefillWorkerServicer):
     def _carry_out(self) -> None:
         """Do what the scheduler asks for; events that belong together go out together."""
         events: defaultdict[str, list[PrefillEvent]] = defaultdict(list)
+        forgotten: list[HandoffId] = []
         for action in self._scheduler.take_actions():
             match action:
                 case StartFetch(key, fetch):
@@ -419,7 +421,8 @@ class PrefillService(worker_pb2_grpc.PrefillWorkerServicer):
                     assert self._fetches is not None
                     self._fetches.abandon(fetch_id)
                 case Reserve(key, target):
-                    self._handoffs.reserve(self._jobs[key], target, self._blocks.ids(key))
+                    job = self._jobs[key]
+                    self._handoffs.reserve(job, target, self._blocks.ids(key), job.num_known_tokens)
                 case Advance(key, num_tokens, step_tokens, step_layers):
                     self._handoffs.advance(key, num_tokens, step_tokens, step_layers)
                 case Commit(key, first_tokens):
@@ -430,17 +433,20 @@ class PrefillService(worker_pb2_grpc.PrefillWorkerServicer):
                 case Emit(router_id, event):
                     events[router_id].append(event)
                 case Forget(key):
-                    del self._jobs[key]
+                    forgotten.extend(_branch_keys(self._jobs.pop(key)))
                     self._first_token_at.pop(key, None)
                     assert self._grammars is not None
                     self._grammars.forget(key)
         for router_id, batch in events.items():
             self._post(router_id, batch)
+        for branch in forgotten:
+            self._host.recorder.forget(branch)
         self._alarm.set(self._scheduler.next_timer())
         self._drained.notify()
 
     def _post(self, router_id: str, events: list[PrefillEvent]) -> None:
         assert self._hub is not None
+        self._host.recorder.tell(events)
         self._hub.post(router_id, events)
 
     async def _compute(self) -> None:

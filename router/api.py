@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import hashlib
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -15,6 +16,7 @@ from pdserve.errors import InvalidRequestError
 from pdserve.rpc.codec import finish_to_proto, logprobs_to_proto, stats_to_proto, worker_info_to_proto
 from pdserve.rpc.v1 import inference_pb2 as pb
 from pdserve.rpc.v1 import inference_pb2_grpc as pb_grpc
+from pdserve.telemetry import context as trace_context
 from pdserve.types import Role
 from router.admission import Admission
 from router.call_limits import client_of
@@ -58,7 +60,7 @@ class InferenceServicer(pb_grpc.InferenceServicer):
         """See inference.proto."""
         received_at = time.monotonic()
         with self._core.counting_refusals():
-            ask = self._ask(request, self._caller(context))
+            ask = dataclasses.replace(self._ask(request, self._caller(context)), client_trace=_client_trace(context))
             generation = self._core.open(ask, received_at=received_at, client_s=context.time_remaining())
         async for response in self._responses(generation, (), context):
             yield response
@@ -182,6 +184,13 @@ class InferenceServicer(pb_grpc.InferenceServicer):
                 # A long output must not hold up everybody else.
                 await asyncio.sleep(0)
         return tools
+
+
+def _client_trace(context: grpc.aio.ServicerContext[Any, Any]) -> trace_context.TraceContext | None:
+    for key, value in context.invocation_metadata() or ():
+        if key == trace_context.HEADER and isinstance(value, str):
+            return trace_context.parse(value)
+    return None
 
 
 class ClusterServicer(pb_grpc.ClusterServicer):

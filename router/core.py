@@ -20,6 +20,7 @@ from router.request_services import RequestServices
 from router.requests import RequestTable
 from router.resume_record import ResolvedPrompt
 from router.status import RequestStatus, combined
+from router.story import Story
 from router.takeover import Takeover
 from router.validation import ChatInput, CheckedRequest, GenerationSpec, Limits, check_request_id, resolve
 from router.worker_pool import WorkerPool
@@ -67,8 +68,11 @@ class RouterCore:
             extra_s=services.config.resume_s,
         )
         """Goes on with what other routers have left."""
+        self.history = services.history
+        """Outputs that have ended lately."""
         self._pool: WorkerPool = services.pool
-        self._metrics = services.metrics
+        self.metrics = services.metrics
+        """What is counted."""
         self._records = records
         self._grammars = grammars
 
@@ -94,7 +98,7 @@ class RouterCore:
         try:
             yield
         except PdServeError as error:
-            self._metrics.rejected(error)
+            self.metrics.rejected(error)
             raise
 
     def limits(self) -> Limits:
@@ -223,6 +227,22 @@ class RouterCore:
         if status is None:
             raise _no_such_request(request_id)
         return status
+
+    def stories_of(self, request_id: str, caller: bytes) -> list[Story]:
+        """Of each output of a request that runs here or has ended here lately, or of one output. `caller` as in `find`.
+        Raises InvalidRequestError or NotFoundError."""
+        _check_named(request_id)
+        alone = self._story_of(request_id)
+        stories = [] if alone is None else [alone]
+        while alone is None and (story := self._story_of(output_name(request_id, len(stories)))) is not None:
+            stories.append(story)
+        if not stories or not self._is_of(stories[0].tenant, caller):
+            raise _no_such_request(request_id)
+        return stories
+
+    def _story_of(self, name: str) -> Story | None:
+        running = self.table.output(name)
+        return self.history.find(name) if running is None else running.story
 
     def _is_of(self, tenant: bytes, caller: bytes) -> bool:
         """Without keys a client is known by its address at best, and may come back with another: the name of a request

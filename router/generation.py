@@ -21,6 +21,7 @@ from typing import Final
 from pdserve.errors import AlreadyExistsError, CancelledError, InternalError, PdServeError, WrongRouterError
 from pdserve.store.journal import RequestJournal
 from pdserve.store.requests import RequestRecord, output_name
+from pdserve.telemetry.context import TraceContext
 from router.admission import Admission
 from router.fork_group import begin_group
 from router.reader import Reader
@@ -56,6 +57,8 @@ class Ask:
     client's."""
     tenant: bytes = b""
     """Whose it is, see CallLimiter.name_of. Tenants share alike when there is too much to do."""
+    client_trace: TraceContext | None = None
+    """The client's span whose child this is. None: it has named none."""
     source: Source | None = None
     """As the client has sent it, for another router to go on with. None: no other router can."""
 

@@ -19,8 +19,10 @@ def job_of(
     output: Sequence[int],
     scores_prompt: bool,
     deadline: float,
+    traceparent: str = "",
 ) -> GenerationJob:
-    """One attempt, which goes on after `output`. `scores_prompt`: log-probabilities of the prompt are still wanted."""
+    """One attempt, which goes on after `output`. `scores_prompt`: log-probabilities of the prompt are still wanted.
+    `traceparent`: of the attempt's span; empty if it is not traced."""
     return GenerationJob(
         request_id=request_id,
         attempt=attempt,
@@ -38,6 +40,7 @@ def job_of(
         cache_salt=spec.cache_salt,
         priority=spec.priority,
         grammar=spec.grammar,
+        traceparent=traceparent,
     )
 
 

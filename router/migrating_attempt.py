@@ -159,6 +159,11 @@ class MigratingAttempt(Attempt):
         self._target_is_lost = True
         return not self.has_arrived
 
+    def is_settled_without(self, worker: Worker, has_gap: bool) -> bool:
+        """Whether the stream is at the target for good, although `worker` is lost and cannot say so: tokens of the
+        target are here, and none is missing before them (`has_gap`)."""
+        return worker is self.before.decode and self.has_arrived and not has_gap
+
     def worker_named(self, worker_id: str) -> Worker | None:
         """See Attempt."""
         return self.target if self.target.info.worker_id == worker_id else self.before.worker_named(worker_id)

@@ -77,6 +77,11 @@ class TokenSequence:
             self._tokens.append(token)
         return self._tokens[known:]
 
+    @property
+    def has_gap(self) -> bool:
+        """Whether tokens are here that belong behind missing ones."""
+        return bool(self._waiting)
+
     def take_logprobs(self, begin: int, end: int) -> tuple[TokenLogprobs, ...]:
         """Log-probabilities of tokens `begin` to `end` of the gapless run, once. Raises InternalError for a token that
         came without."""
@@ -233,6 +238,11 @@ class Output:
                 self._ending = Ending(reason)
         self._num_tokens += len(new)
         return new, texts
+
+    @property
+    def has_gap(self) -> bool:
+        """Whether workers have sent tokens that belong behind missing ones."""
+        return self._sequence.has_gap
 
     def take_logprobs(self, count: int) -> tuple[TokenLogprobs, ...]:
         """Log-probabilities of the newest `count` tokens, once. Raises InternalError for a token that came without."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import random
 from collections.abc import Callable
 from typing import Final
 
@@ -44,7 +45,8 @@ class Placer:
         self.stop()
         self._needs = needs
         if self._excluded:
-            self._timers.set("reuse", self._reuse_s, self._reuse)
+            # Many that wait for one worker are not to come back to it together.
+            self._timers.set("reuse", self._reuse_s * random.uniform(0.5, 1.0), self._reuse)  # noqa: S311
             self._reuse_s *= 2
         self._timers.set("give_up", self._wait_s, self._give_up)
         self._pool.watch(self._look)

@@ -20,16 +20,20 @@ from pdserve.errors import (
     DrainingError,
     InternalError,
     InvalidRequestError,
+    OverloadedError,
     PdServeError,
+    PoisonedRequestError,
     UnavailableError,
     WorkerLostError,
     error_from_code,
 )
 from pdserve.lifecycle import Action, RequestEvent, RequestLifecycle, RequestState
 from pdserve.store.requests import RequestRecord
+from pdserve.telemetry.context import TraceContext
 from pdserve.types import FinishReason, TokenLogprobs
-from router.admission import Waiting
+from router.admission import Waiting, class_of
 from router.attempt import Attempt
+from router.crashes import Crashes
 from router.events import (
     FirstToken,
     HandedOff,
@@ -54,6 +58,7 @@ from router.remote_attempt import RemoteAttempt
 from router.request_services import RequestServices
 from router.served import Served
 from router.status import RequestStatus
+from router.story import QUIET_EVENTS, Moment, Story, Trail
 from router.stream import OutputLog
 from router.timeline import Timeline
 from router.timers import Timers
@@ -92,9 +97,10 @@ class Request:
         unique: bool,
         tenant: bytes,
         on_end: Callable[[Request], None],
+        client_trace: TraceContext | None = None,
     ) -> None:
         """Times are `time.monotonic()`. `unique`: this router has drawn the id, so nobody else can have it. `tenant`:
-        see Ask. `on_end` is called once, whatever the end is."""
+        see Ask; so is `client_trace`. `on_end` is called once, whatever the end is."""
         self.request_id = request_id
         self._unique = unique
         self.log = OutputLog()
@@ -105,6 +111,10 @@ class Request:
         self._on_end = on_end
         self._lifecycle = RequestLifecycle(request_id, received_at)
         self._timeline = Timeline(received_at)
+        self._trail = Trail(received_at)
+        tracing = services.tracing
+        self._spans = tracing.root(client_trace) if tracing is not None else None
+        """Its own span and the client's, if it is traced."""
         self._spec: GenerationSpec | None = None
         self._output: Output | None = None
         self._names: PrefixNames | None = None
@@ -119,6 +129,7 @@ class Request:
         """Set while a group waits, and looks for workers, for it."""
         self._migrations = Migrations(services.pool, services.metrics)
         self._max_attempts = services.config.max_attempts
+        self._crashes = Crashes()
         self._served = Served()
         self._decoder: WorkerKey | None = None
         """The latest worker that has sent tokens of it and has exact KV of them."""
@@ -149,6 +160,11 @@ class Request:
     def num_output_tokens(self) -> int:
         """Tokens drawn so far."""
         return self._output.num_tokens if self._output is not None else 0
+
+    @property
+    def received_at(self) -> float:
+        """`time.monotonic()`."""
+        return self._received_at
 
     @property
     def tenant(self) -> bytes:
@@ -191,7 +207,12 @@ class Request:
         if self._lifecycle.terminal:
             return
         self._make_output(spec)
-        self._timeline.tokenized(time.monotonic())
+        self._is_tokenized("tokenized")
+
+    def _is_tokenized(self, name: str) -> None:
+        now = time.monotonic()
+        self._timeline.tokenized(now)
+        self._trail.note(Moment(at=now, name=name, attempt=self.attempt_number))
 
     def _make_output(self, spec: GenerationSpec) -> None:
         self._output = output_of(spec, self._services.tokenizer)
@@ -217,6 +238,7 @@ class Request:
         self._lifecycle = RequestLifecycle(self.request_id, self._received_at, attempt=record.attempt)
         self._max_attempts += record.attempt - 1
         self._make_output(spec)
+        self._is_tokenized("taken_over")
         await self._recall(tokens, finish_reason(spec, tokens))
         if self._lifecycle.terminal:
             return
@@ -282,6 +304,8 @@ class Request:
         self._apply(event)
         self.log.fail(error)
         self._services.metrics.failed(error)
+        if event is not RequestEvent.CANCEL:
+            self._services.metrics.judged_failed(self._class)
         self._finish_up()
 
     # What workers report.
@@ -303,12 +327,36 @@ class Request:
         attempt = self._attempt
         if attempt is None or self._lifecycle.terminal:
             return
+        if isinstance(attempt, MigratingAttempt) and attempt.is_settled_without(worker, self._started_output.has_gap):
+            self._arrived(None)
+            return
+        if self._kills(worker, attempt):
+            names = " and ".join(self._crashes.workers)
+            self.fail(
+                PoisonedRequestError(
+                    f"request {self.request_id}: workers {names} have died while they computed it, at the same place; "
+                    "it is not given to another one"
+                )
+            )
+            return
         if self._output_complete or not attempt.survives_loss_of(worker):
             error = WorkerLostError(
                 f"{worker.info.role.value} worker {worker.info.worker_id} was lost: {reason}",
                 worker=worker.info.worker_id,
             )
             self._retry_or_fail(error, worker, attempt)
+
+    def _kills(self, worker: Worker, attempt: Attempt) -> bool:
+        """Whether the loss of `worker` is one death too many among those that computed this request."""
+        computing = {
+            RequestState.PREFILLING: attempt.first_worker,
+            RequestState.TRANSFERRING: attempt.decode,
+            RequestState.DECODING: attempt.decode,
+        }.get(self.state)
+        pool = self._services.pool
+        if self._output_complete or worker is not computing or worker.leaving or not pool.has_crashed(worker):
+            return False
+        return self._crashes.add(worker.key, self.num_output_tokens, pool.is_connected)
 
     def on_bug(self, error: Exception) -> None:
         """See Consumer."""
@@ -320,6 +368,7 @@ class Request:
         match event:
             case PrefillStarted():
                 attempt.started(event.decode_worker)
+                self._timeline.prefill_started(time.monotonic())
                 self._apply(RequestEvent.PREFILL_STARTED)
             case PromptLogprobs():
                 if self._prompt_scores is None:
@@ -545,9 +594,18 @@ class Request:
             # What the client has got already need not cost another attempt its prefix cache.
             scores_prompt=scores is not None and not scores.complete,
             deadline=self._deadline,
+            traceparent=self._new_attempt_span(),
         )
         way = LocalAttempt if placement.prefill is None else RemoteAttempt
         return way(job, placement, self, num_outputs=num_outputs, leads=leads)
+
+    def _new_attempt_span(self) -> str:
+        """Under what name the workers know whose child their work is; empty if it is not traced."""
+        if self._spans is None:
+            return ""
+        context = self._spans[0].child()
+        self._trail.sent_as(self.attempt_number, context)
+        return context.header
 
     def dispatched(self, attempt: Attempt) -> None:
         """The workers have it."""
@@ -598,10 +656,15 @@ class Request:
             return
         if blamed is not None:
             self._placer.exclude(blamed.key)
+            if attempt.leads and not planned and blamed.connected and not isinstance(error, OverloadedError):
+                blamed.has_failed()
         # What fails for several outputs of one prompt together is said once.
         level = logging.DEBUG if not attempt.leads else logging.INFO if planned else logging.WARNING
         log.log(level, "attempt failed: %s", error.message, extra=self._facts())
+        self._error_code = error.code
         self._apply(RequestEvent.RETRY)
+        self._error_code = ""
+        self._timeline.attempt_failed(time.monotonic())
         self._services.metrics.retried(error)
         self._recovered_from = error
         self._started_output.start_over()
@@ -633,14 +696,20 @@ class Request:
             self._served.decode_worker = ""
         summary = self._served.summary(
             output.ending,
-            self._timeline.phases(),
+            self._timeline.phases(time.monotonic()),
             num_prompt_tokens=self.num_prompt_tokens,
             num_output_tokens=output.num_tokens,
             num_attempts=self._lifecycle.newest_attempt - self._migrations.num_issued,
             num_migrations=self._migrations.num_done,
         )
         self.log.finish(summary)
-        self._services.metrics.finished(summary, self._recovered_from)
+        metrics, slo = self._services.metrics, self._services.config.slo
+        metrics.finished(summary, self._recovered_from)
+        metrics.judged(
+            self._class,
+            ttft_met=summary.phases.ttft_s <= slo.ttft_s,
+            tpot_met=summary.phases.tpot_s <= slo.tpot_s,
+        )
         self._finish_up()
 
     def _finish_up(self) -> None:
@@ -666,6 +735,7 @@ class Request:
         if self._decoder is not None:
             # The newest token has not been computed.
             self._services.prefixes.served(self._decoder, self._names_upto(self.num_output_tokens - 1))
+        self._services.history.add(self.story)
         log.info("request ended", extra=self._facts())
 
     # Bookkeeping.
@@ -673,7 +743,8 @@ class Request:
     def _apply(self, event: RequestEvent) -> None:
         """Take a transition, do what it demands towards the workers, and note it."""
         before = (self.state, self.attempt_number, self._served.prefill_worker, self._served.decode_worker)
-        action = self._lifecycle.apply(event, time.monotonic())
+        now = time.monotonic()
+        action = self._lifecycle.apply(event, now)
         attempt = self._attempt
         if attempt is not None and attempt.decode is not None:
             self._served.decode_worker = attempt.decode.info.worker_id
@@ -684,6 +755,49 @@ class Request:
         after = (self.state, self.attempt_number, self._served.prefill_worker, self._served.decode_worker)
         if event is RequestEvent.DISPATCHED or before != after:
             self._note()
+        if event not in QUIET_EVENTS or before[0] is not after[0]:
+            self._note_moment(event, before[1], now)
+
+    def _note_moment(self, event: RequestEvent, attempt: int, now: float) -> None:
+        served = self._served
+        prefills = event in (RequestEvent.DISPATCHED, RequestEvent.PREFILL_STARTED) and served.prefill_worker
+        self._trail.note(
+            Moment(
+                at=now,
+                name=event.value,
+                attempt=attempt,
+                worker=served.prefill_worker if prefills else served.decode_worker or served.prefill_worker,
+                cause=self._error_code,
+            )
+        )
+
+    @property
+    def story(self) -> Story:
+        """What has become of it so far."""
+        now, served = time.monotonic(), self._served
+        end = self._trail.moments[-1].at if self.ended else now
+        return Story(
+            request_id=self.request_id,
+            tenant=self._tenant,
+            state=self.state,
+            error_code=self._error_code if self.state is RequestState.FAILED else "",
+            ended_at=end,
+            ended_unix=time.time() - (now - end),
+            phases=self._timeline.phases(end, complete=self.state is RequestState.FINISHED),
+            moments=self._trail.moments,
+            num_prompt_tokens=self.num_prompt_tokens,
+            num_cached_tokens=served.num_cached_tokens,
+            num_output_tokens=self.num_output_tokens,
+            num_attempts=self._lifecycle.newest_attempt - self._migrations.num_issued,
+            num_migrations=self._migrations.num_done,
+            prefill_worker=served.prefill_worker,
+            decode_worker=served.decode_worker,
+            transport=served.transport,
+            kv_bytes=served.kv_bytes,
+            span=None if self._spans is None else self._spans[0],
+            parent=None if self._spans is None else self._spans[1],
+            contexts=self._trail.contexts,
+        )
 
     def _note(self) -> None:
         if self._spec is None:
@@ -697,6 +811,10 @@ class Request:
             decode_worker=self._served.decode_worker,
             error_code=self._error_code if self.state is RequestState.FAILED else None,
         )
+
+    @property
+    def _class(self) -> str:
+        return class_of(self._spec.priority if self._spec is not None else 0).label
 
     @property
     def _output_complete(self) -> bool:

@@ -6,8 +6,10 @@ from dataclasses import dataclass
 
 from pdserve.config.schema import RouterSection
 from pdserve.store.journal import RequestJournal
+from pdserve.telemetry.tracing import Tracing
 from pdserve.tokenizer import Tokenizer
 from router.admission import Admission
+from router.history import History
 from router.index import PrefixLocations
 from router.metrics import RouterMetrics
 from router.worker_pool import WorkerPool
@@ -27,3 +29,6 @@ class RequestServices:
     prefixes: PrefixLocations
     admission: Admission
     metrics: RouterMetrics
+    history: History
+    tracing: Tracing | None = None
+    """None: nothing is traced."""

@@ -7,10 +7,11 @@ import contextlib
 import functools
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 from pdserve.errors import AlreadyExistsError, CapacityError, UnavailableError, WrongRouterError
 from pdserve.lifecycle import RequestState
+from pdserve.telemetry.context import TraceContext
 from router.admission import Reason, class_of
 from router.generation import Ask, Generation, GenerationServices, Inherit, Inheritance, Resolve
 from router.request import Request
@@ -52,6 +53,11 @@ class RequestTable:
     def states(self) -> Counter[RequestState]:
         """How many outputs in progress are in each state."""
         return Counter(request.state for request in self._active.values())
+
+    @property
+    def outputs(self) -> Collection[Request]:
+        """Outputs in progress, the oldest first. A view."""
+        return self._active.values()
 
     @property
     def router_id(self) -> str:
@@ -149,6 +155,7 @@ class RequestTable:
                 deadline=deadline,
                 unique=not ask.named_by_client,
                 tenant=ask.tenant,
+                client_trace=ask.client_trace,
             ),
             self._on_end,
             deadline=deadline,
@@ -178,6 +185,7 @@ class RequestTable:
         deadline: float,
         unique: bool,
         tenant: bytes,
+        client_trace: TraceContext | None,
     ) -> Request:
         def ended(request: Request) -> None:
             del self._active[name]
@@ -191,6 +199,7 @@ class RequestTable:
             unique=unique,
             tenant=tenant,
             on_end=ended,
+            client_trace=client_trace,
         )
         self._active[name] = request
         return request

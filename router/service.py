@@ -30,18 +30,24 @@ from pdserve.store.prefix_reader import PrefixReader
 from pdserve.store.registry import WorkerDirectory
 from pdserve.store.requests import RequestRecords
 from pdserve.store.router_lease import RouterLease
+from pdserve.telemetry.dump import FlightDump
+from pdserve.telemetry.tracing import open_tracing
 from pdserve.tokenizer import Tokenizer, load_tokenizer
 from router.admission import Admission, AdmissionLimits, WorkersPredictor
 from router.api import ClusterServicer, InferenceServicer
 from router.authentication import Doorkeeper, KeyInterceptor
 from router.call_limits import CallLimitInterceptor
 from router.core import RouterCore, ServedModel
+from router.flight import trace_of
 from router.grammar import Grammars
+from router.history import History
 from router.http.app import make_app
 from router.http.server import HttpEndpoint
 from router.index import IndexFeed, PrefixIndex, PrefixLocations
 from router.limits import CallLimiter
 from router.metrics import RouterMetrics, RouterState, StateReader
+from router.page.feed import Feed
+from router.page.snapshot import RouterView
 from router.placement import LocalLimits
 from router.prompts import Prompts
 from router.request_services import RequestServices
@@ -76,6 +82,8 @@ class RouterService:
         self._pool: WorkerPool | None = None
         self._journal: RequestJournal | None = None
         self._lease: RouterLease | None = None
+        self._history: History | None = None
+        self._page: Feed | None = None
         self._supervisor: asyncio.Task[None] | None = None
 
     @property
@@ -95,6 +103,16 @@ class RouterService:
         """The workers, once started."""
         assert self._pool is not None, "not started"
         return self._pool
+
+    @property
+    def flight_dump(self) -> FlightDump:
+        """Writes what this router remembers of the latest outputs."""
+        history = self._history
+        return FlightDump(
+            lambda: self.router_id,
+            lambda: trace_of(() if history is None else history, self.router_id),
+            self._config.flight.directory,
+        )
 
     async def start(self) -> None:
         """Listen. Ready, as health says it, only when a pair of workers is.
@@ -179,6 +197,10 @@ class RouterService:
             ),
         )
         metrics = RouterMetrics(model.name, vllm_names=config.router.vllm_metrics)
+        tracing = open_tracing(config.tracing, service="pdserve-router", instance=self.router_id)
+        if tracing is not None:
+            self._undo.push_async_callback(asyncio.to_thread, tracing.sink.close)
+        history = self._history = History(config.flight.requests, model.name, tracing)
         services = RequestServices(
             router_id=self.router_id,
             model=model.name,
@@ -189,6 +211,8 @@ class RouterService:
             prefixes=prefixes,
             admission=admission,
             metrics=metrics,
+            history=history,
+            tracing=tracing,
         )
         directory = WorkerDirectory(store)
         grammars = Grammars(tokenizer, model.vocab_size)
@@ -234,7 +258,13 @@ class RouterService:
                 store_available=store_available,
             )
             exposition = Exposition(metrics.values, StateReader(metrics, state))
-            await self._http.start(make_app(core, limiter, exposition, None if keepers is None else keepers["http"]))
+            page = self._page = Feed(
+                RouterView(
+                    router_id=self.router_id, pool=pool, table=table, metrics=metrics, store_available=store_available
+                )
+            )
+            doorkeeper = None if keepers is None else keepers["http"]
+            await self._http.start(make_app(core, limiter, exposition, page, doorkeeper))
             self._undo.push_async_callback(self._http.stop, ABORT_S)
         self._undo.callback(table.close)
         self._supervisor = asyncio.create_task(
@@ -314,6 +344,8 @@ class RouterService:
             tasks.create_task(pool.wait_for_failure())
             if self._http is not None:
                 tasks.create_task(self._http.run())
+            if self._page is not None:
+                tasks.create_task(self._page.run())
 
     async def _follow_registry(self, directory: WorkerDirectory, pool: WorkerPool) -> None:
         store = self._config.store
@@ -378,4 +410,4 @@ def main(config: Config) -> int:
     """Run a router until it is stopped. Returns the exit code."""
     service = RouterService(config)
     configure_logging(config.log, service.router_id)
-    return run_service(lambda: service)
+    return run_service(lambda: service, lambda reason: service.flight_dump(reason))

@@ -16,6 +16,7 @@ from typing import Final, Generic, NoReturn, Protocol, TypeVar
 
 import grpc
 
+from pdserve.cancelling import raise_if_cancelled
 from pdserve.config.schema import HealthSection
 from pdserve.errors import InvalidRequestError, UnavailableError
 from pdserve.rpc.v1 import worker_pb2 as pb
@@ -169,7 +170,8 @@ class _WorkerSession(Generic[_C, _E]):
         pause_s, longest_s = RECONNECT_S
         while wanted():
             was_connected, reason = await self._serve()
-            _raise_if_cancelled()
+            # `_read`, the body of the group, never returns.
+            raise_if_cancelled()
             if was_connected:
                 pause_s = RECONNECT_S[0]
                 self._listener.on_disconnected(reason)
@@ -263,18 +265,6 @@ class _WorkerSession(Generic[_C, _E]):
     async def _watch_overflow(self) -> NoReturn:
         await self._overflow.wait()
         raise _SessionOver(f"it leaves {MAX_QUEUED_COMMANDS} commands unread")
-
-
-def _raise_if_cancelled() -> None:
-    """When a session breaks at the moment at which its task is cancelled, the TaskGroup raises what broke it alone, and
-    the task would connect again for ever.
-
-    The count of cancels can be trusted because `_read` never returns: before Python 3.13, a task that fails while the
-    group only waits for its tasks leaves a cancel behind that nobody has asked for.
-    """
-    task = asyncio.current_task()
-    if task is not None and task.cancelling() > 0:
-        raise asyncio.CancelledError
 
 
 def _describe(group: BaseExceptionGroup[grpc.aio.AioRpcError]) -> str:

@@ -23,6 +23,9 @@ class Phases:
     tpot_s: float
     fetch_s: float
     """Part of `queue_s`."""
+    recovery_s: float = 0.0
+    """From the failure of an attempt to the next token: part of `queue_s` and `prefill_s` before the first token, and
+    of `decode_s` after it."""
 
     @property
     def e2e_s(self) -> float:
@@ -44,6 +47,9 @@ class Timeline:
         self._fetch_s = 0.0
         self._transfer_s = 0.0
         self._first_step_s = 0.0
+        self._prefilling_since: float | None = None
+        self._failed_at: float | None = None
+        self._recovery_s = 0.0
 
     def tokenized(self, now: float) -> None:
         """The prompt is tokenized and checked."""
@@ -52,6 +58,9 @@ class Timeline:
     def tokens(self, num_new: int, now: float) -> float:
         """`num_new` tokens have become part of the output: so long after the ones before, or after the request."""
         before = self._received_at if self._last_at is None else self._last_at
+        if num_new and self._failed_at is not None:
+            self._recovery_s += now - self._failed_at
+            self._failed_at = None
         for _ in range(min(num_new, 2)):
             if self._first_at is None:
                 self._first_at = now
@@ -61,6 +70,16 @@ class Timeline:
             self._num_tokens += num_new
             self._last_at = now
         return now - before
+
+    def prefill_started(self, now: float) -> None:
+        """A worker computes the prompt."""
+        self._prefilling_since = now
+
+    def attempt_failed(self, now: float) -> None:
+        """Another one follows."""
+        self._prefilling_since = None
+        if self._failed_at is None:
+            self._failed_at = now
 
     def prefilled(self, prefill_s: float, fetch_s: float = 0.0) -> None:
         """What the prefill worker measured for the first token of the output (not for that of a later attempt), and for
@@ -76,28 +95,61 @@ class Timeline:
         """What the decode worker measured for the step that gave the second token."""
         self._first_step_s = first_step_s
 
-    def phases(self) -> Phases:
-        """The result, at the end of the output. At least one token must be there."""
-        assert self._first_at is not None and self._last_at is not None, "no token yet"
+    def phases(self, ended_at: float | None = None, *, complete: bool = True) -> Phases:
+        """The result at `ended_at`, the end of the request; None: with its last token, of which there must be one.
+
+        What follows the last token is `handover` of an output that is `complete`, since it has waited for the report of
+        its hand-off; otherwise the request was in the middle of whatever comes after that token.
+        """
+        assert ended_at is not None or self._last_at is not None, "no token yet"
+        if self._first_at is None or self._last_at is None:
+            return self._without_tokens(self._received_at if ended_at is None else ended_at)
+        end = self._last_at if ended_at is None else max(ended_at, self._last_at)
         before = self._first_at - self._tokenized_at
         prefill_s = _clamp(self._prefill_s, before)
-        after = self._last_at - self._first_at
+        after, tail = self._last_at - self._first_at, end - self._last_at
         transfer_s = handover_s = 0.0
         if self._second_at is not None:
             gap = self._second_at - self._first_at
             transfer_s = _clamp(self._transfer_s, gap)
             handover_s = max(0.0, gap - transfer_s - _clamp(self._first_step_s, gap - transfer_s))
+        decode_s = max(0.0, after - transfer_s - handover_s)
+        if complete or self._second_at is None:
+            handover_s += tail
+        else:
+            decode_s += tail
         return Phases(
             tokenize_s=self._tokenized_at - self._received_at,
             queue_s=before - prefill_s,
             prefill_s=prefill_s,
             transfer_s=transfer_s,
             handover_s=handover_s,
-            decode_s=max(0.0, after - transfer_s - handover_s),
+            decode_s=decode_s,
             ttft_s=self._first_at - self._received_at,
             fetch_s=_clamp(self._fetch_s, before - prefill_s),
             tpot_s=after / (self._num_tokens - 1) if self._num_tokens > 1 else 0.0,
+            recovery_s=self._recovery_until(end),
         )
+
+    def _without_tokens(self, end: float) -> Phases:
+        """Of a request that has ended, or has not come further yet, before its first token."""
+        tokenized = self._tokenized_at > self._received_at
+        prefill_s = 0.0 if self._prefilling_since is None else max(0.0, end - self._prefilling_since)
+        return Phases(
+            tokenize_s=self._tokenized_at - self._received_at if tokenized else end - self._received_at,
+            queue_s=end - self._tokenized_at - prefill_s if tokenized else 0.0,
+            prefill_s=prefill_s if tokenized else 0.0,
+            transfer_s=0.0,
+            handover_s=0.0,
+            decode_s=0.0,
+            ttft_s=0.0,
+            fetch_s=0.0,
+            tpot_s=0.0,
+            recovery_s=self._recovery_until(end),
+        )
+
+    def _recovery_until(self, end: float) -> float:
+        return self._recovery_s + (0.0 if self._failed_at is None else max(0.0, end - self._failed_at))
 
 
 def _clamp(value: float, longest: float) -> float:

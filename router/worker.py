@@ -20,6 +20,7 @@ from typing import Final, Protocol
 from pdserve.errors import PdServeError, UnavailableError
 from pdserve.types import Role, WorkerStats
 from pdserve.worker_info import WorkerInfo
+from router.breaker import CircuitBreaker
 from router.cost import Backlog
 from router.events import (
     CancelJob,
@@ -46,6 +47,8 @@ class WorkerState(enum.StrEnum):
 
     CONNECTING = "connecting"
     READY = "ready"
+    RESTING = "resting"
+    """Connected, but it has failed several requests in a row: it gets none, and after a pause one as a probe."""
     DRAINING = "draining"
     LOST = "lost"
     INCOMPATIBLE = "incompatible"
@@ -105,8 +108,10 @@ class Worker:
         kind: int,
         costs: WorkerCosts,
         on_load: Callable[[WorkerView], None],
+        breaker: CircuitBreaker | None = None,
     ) -> None:
-        """`on_change` is told when it becomes usable or not, `on_load` what placement sees of it when that changes."""
+        """`on_change` is told when it becomes usable or not, `on_load` what placement sees of it when that changes.
+        `breaker` is that of its name; a new one by default."""
         self.info = info
         self.costs = costs
         self.key = WorkerKey(info.worker_id, info.incarnation)
@@ -124,6 +129,11 @@ class Worker:
         """Events of requests that have ended or gone elsewhere."""
         self.kind = kind
         """That of its view."""
+        self.silent_at_loss_s = 0.0
+        """How long nothing had been heard of it when it was lost last: a heartbeat at most if it has died."""
+        self._breaker = breaker or CircuitBreaker()
+        self._unproven: set[str] = set()
+        """Requests of which it has not sent a token."""
         self._on_change = on_change
         self._on_load = on_load
         self._session: Session | None = None
@@ -155,7 +165,7 @@ class Worker:
     @property
     def connected(self) -> bool:
         """Whether commands reach it."""
-        return self.state in (WorkerState.READY, WorkerState.DRAINING, WorkerState.INCOMPATIBLE)
+        return self.state not in (WorkerState.CONNECTING, WorkerState.LOST)
 
     @property
     def leaving(self) -> bool:
@@ -212,10 +222,16 @@ class Worker:
     def detach(self, request_id: str) -> None:
         """The request has nothing to do with this worker any more. Harmless if it never had."""
         self._consumers.pop(request_id, None)
+        self._unproven.discard(request_id)
+        self._breaker.withdrawn(request_id)
         self.discharge(request_id)
 
     def charge(self, request_id: str, charge: Charge) -> None:
         """Count the request as load until `discharge` or `detach`; it replaces what was charged for it before."""
+        if request_id not in self._charges:
+            self._unproven.add(request_id)
+            self._breaker.sent(request_id)
+            self._look_at_breaker()
         self._take_back(request_id)
         self._charges[request_id] = charge
         if charge.prompt is not None and self._backlog.num_tokens == 0 and self._foreign.prompt is None:
@@ -281,6 +297,9 @@ class Worker:
         """See SessionListener."""
         expected = self.state is WorkerState.DRAINING or not self.registered
         log.log(logging.INFO if expected else logging.WARNING, "worker lost: %s", reason, extra=self._facts())
+        self.silent_at_loss_s = self.session.silent_s
+        if not expected and self._consumers:
+            self._breaker.failed(time.monotonic())
         self._lose(reason)
 
     def on_unreachable(self, reason: str) -> None:
@@ -295,6 +314,21 @@ class Worker:
             self._on_load(self.view())
             self._on_change()
 
+    def has_failed(self) -> None:
+        """A request blames it, although it is connected."""
+        self._breaker.failed(time.monotonic())
+        if self._look_at_breaker():
+            log.warning("worker has failed several requests in a row: it rests", extra=self._facts())
+            self._on_load(self.view())
+            self._on_change()
+
+    def _look_at_breaker(self) -> bool:
+        """Take from the breaker whether it may get requests. Whether that has changed."""
+        before = self.state
+        if before in (WorkerState.READY, WorkerState.RESTING):
+            self.state = WorkerState.READY if self._breaker.allows(time.monotonic()) else WorkerState.RESTING
+        return self.state is not before
+
     def give_up(self, reason: str) -> None:
         """End every request on it; the router stops using it."""
         if self.connected:
@@ -304,6 +338,7 @@ class Worker:
         self._left_in_order = self.state is WorkerState.DRAINING
         self.state = WorkerState.LOST
         self._foreign = _NO_CHARGE
+        self._unproven.clear()
         consumers, self._consumers = self._consumers, {}
         for request_id in list(self._charges):
             self._take_back(request_id)
@@ -328,6 +363,12 @@ class Worker:
 
     def _learn(self, event: WorkerEvent) -> None:
         """Take what is measured in `event`, and what it ends of the load. Before anybody else hears of it."""
+        if event.request_id in self._unproven and isinstance(event, FirstToken | StepTokens):
+            self._unproven.discard(event.request_id)
+            self._breaker.succeeded()
+            if self._look_at_breaker():
+                self._on_load(self.view())
+                self._on_change()
         match event:
             case FirstToken():
                 charge = self._charges.get(event.request_id)
@@ -379,6 +420,7 @@ class Worker:
         self._prefill_total, self._computed_tokens = stats.prefill_tokens_total, 0
         if self.state is not WorkerState.INCOMPATIBLE:
             self.state = WorkerState.DRAINING if stats.draining else WorkerState.READY
+            self._look_at_breaker()
         is_prefill = self.info.role is Role.PREFILL
         to_compute = stats.queued_tokens if is_prefill else stats.local_prefill_tokens
         num_left = max(0, to_compute - self._backlog.num_tokens)

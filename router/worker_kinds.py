@@ -48,7 +48,7 @@ class WorkerKinds:
     def may_migrate(self, source: int, target: int) -> bool:
         """Whether streams of one decode worker can go on at another one: blocks may differ in size, and what goes over
         is exact."""
-        ours, theirs = self._examples[source].as_prefix_peer, self._examples[target].as_prefix_peer
+        ours, theirs = self._examples[source].as_prefix_peer, self._examples[target]
         return ours.role is theirs.role is Role.DECODE and not ours.incompatibilities(theirs)
 
     def may_fetch(self, holder: int, prefill: int) -> bool:

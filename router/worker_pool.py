@@ -12,6 +12,7 @@ from pdserve.config.schema import HealthSection
 from pdserve.store.membership import MembershipChange
 from pdserve.types import PrefixHolder, Role
 from pdserve.worker_info import WorkerInfo
+from router.breaker import CircuitBreaker
 from router.placement import (
     Choice,
     Estimate,
@@ -110,6 +111,8 @@ class WorkerPool:
         """The latest question, the version of the fleet, the answer: admission asks, and placement right after it."""
         self._workers: dict[WorkerKey, Worker] = {}
         self._tasks: dict[WorkerKey, asyncio.Task[None]] = {}
+        self._breakers: dict[str, CircuitBreaker] = {}
+        """By name of the worker."""
         self._failures: asyncio.Queue[BaseException] = asyncio.Queue()
         self._watchers: dict[Callable[[], None], None] = {}
         self._notify_scheduled = False
@@ -212,6 +215,15 @@ class WorkerPool:
         key = self._relocation.choose(replace(request, excluded=frozenset(excluded)), self._fleet)
         return None if key is None else self._workers[key]
 
+    def has_crashed(self, worker: Worker) -> bool:
+        """Whether a worker that was lost has died, as far as can be told: it was heard of until then."""
+        return worker.silent_at_loss_s < self._health.peer_timeout_s
+
+    def is_connected(self, key: WorkerKey) -> bool:
+        """Whether commands reach that very process."""
+        worker = self._workers.get(key)
+        return worker is not None and worker.connected
+
     def local_prefill_up_to(self) -> int | None:
         """Tokens of the longest new prompt that a decode worker would compute now; see LeastTimePlacement."""
         return self._placement.local_up_to(self._fleet)
@@ -265,6 +277,7 @@ class WorkerPool:
             kind=0 if problem else self._kinds.of(info),
             costs=WorkerCosts(info, self._costs),
             on_load=_ignore if problem else self._see,
+            breaker=self._breakers.setdefault(info.worker_id, CircuitBreaker()),
         )
         # A new worker is not owed what the others have done before it came.
         worker.spend(min((peer.spent_s for peer in peers), default=0.0))
@@ -294,6 +307,8 @@ class WorkerPool:
             worker.registered = False
         worker.give_up("the router stopped using it")
         self._fleet.remove(key)
+        if self._breakers[key.worker_id].spotless and all(k.worker_id != key.worker_id for k in self._workers):
+            del self._breakers[key.worker_id]
         self._num_stale_events_before += worker.num_stale_events
         if worker.registered and not self._closing:
             self._add(worker.info)

@@ -32,7 +32,7 @@ from kv_transfer.transports.base import Landing, ReceivingTransport, TransportCo
 from kv_transfer.wire import ChunkHeader, decode, decode_header
 from pdserve.rpc.options import SERVER_OPTIONS
 from pdserve.testing.handoff_rig import worker_info
-from pdserve.types import GenerationJob, HandoffId, PrefixFetch, Role
+from pdserve.types import GenerationJob, HandoffId, PrefixFetch, Role, RunningStream
 
 NUM_BLOCKS = 512
 """Room for 4 requests of 512 tokens, or for 64 of 128."""
@@ -45,7 +45,9 @@ class SlotAdmission:
         self._pool = pool
         self.committed_at: dict[HandoffId, float] = {}
 
-    def reserve(self, job: GenerationJob | PrefixFetch, handoff: HandoffId, num_tokens: int) -> Room | Busy:
+    def reserve(
+        self, job: GenerationJob | PrefixFetch | RunningStream, handoff: HandoffId, num_tokens: int
+    ) -> Room | Busy:
         """See `Admission`."""
         assert isinstance(job, GenerationJob)
         slot = int(job.request_id.partition("/")[0])

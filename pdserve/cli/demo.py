@@ -13,6 +13,7 @@ import click
 from rich.console import Console
 from rich.text import Text
 
+from pdserve.cli.demo_page import run_page, with_buttons
 from pdserve.cli.options import config_options, json_option, read_config
 from pdserve.cli.printable import printable
 from pdserve.cli.records import generation_record
@@ -65,6 +66,7 @@ class Leftovers:
     show_default=True,
     help="0 gives the same text each time.",
 )
+@click.option("--page", is_flag=True, help="Keep two workers of each role running and look at them in a browser.")
 @click.option("--verbose", "-v", is_flag=True, help="Show the logs of the processes.")
 def demo(
     config_path: str | None,
@@ -72,6 +74,7 @@ def demo(
     as_json: bool,
     max_tokens: int,
     temperature: float,
+    page: bool,
     verbose: bool,
 ) -> int:
     """Start a cluster, answer four prompts, show where the time went, stop.
@@ -79,12 +82,16 @@ def demo(
     Runs a router, a prefill worker and a decode worker as separate processes, on free ports and with a redis server of
     its own. Every prompt is handed over, also where the decode worker alone would be faster. Then drains them and
     checks that no KV block, process or redis key is left; exit code 1 if one is.
+
+    With --page no prompt is sent: the router's live page has a playground, and buttons that kill workers.
     """
     config = read_config(config_path, settings, router__listen="127.0.0.1:0", router__local_prefill__max_tokens_ahead=0)
     if config.store.url != EMBEDDED:
         # In a redis that others use, only a name of our own tells our keys from theirs.
         config = config.model_copy(update={"cluster": f"demo-{secrets.token_hex(4)}"})
     requests = catch_stop_signals()
+    if page:
+        return run_page(with_buttons(config), requests, verbose=verbose)
     began = time.monotonic()
 
     def progress(message: str) -> None:

@@ -25,11 +25,19 @@ def _connect(router: str | None, config: Config) -> Client:
 
 
 @click.command()
-@click.argument("worker")
+@click.argument("worker", required=False)
+@click.option(
+    "--self",
+    "own_role",
+    type=click.Choice(["prefill", "decode"]),
+    help="Instead of WORKER: the one of this configuration, on this machine. It does not end; that is for whoever "
+    "asks, as Kubernetes does with the preStop hook of its pod.",
+)
 @router_options
 @config_options
 def drain(
-    worker: str,
+    worker: str | None,
+    own_role: str | None,
     router: str | None,
     timeout_s: float | None,
     config_path: str | None,
@@ -42,9 +50,19 @@ def drain(
 
     --config is needed where tls.internal is set: the worker asks for the certificate of an operator.
     """
+    if (worker is None) == (own_role is None):
+        raise click.UsageError("give either WORKER or --self")
+    config = read_config(config_path, settings)
+    if own_role is not None:
+        from pdserve.launch.self_drain import drain_here
+        from pdserve.types import Role
+
+        left = drain_here(Role(own_role), config, timeout_s)
+        click.echo(f"drained, {left} requests left" if left else "drained")
+        return
     from pdserve.launch.rolling import drain_and_stop, find_worker
 
-    config = read_config(config_path, settings)
+    assert worker is not None, "checked above"
     with _connect(router, config) as client:
         info = find_worker(client, worker).info
     given_back = drain_and_stop(info, config, timeout_s)

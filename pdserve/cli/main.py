@@ -21,8 +21,14 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "generate": ("pdserve.cli.generate", "Generate text and print it as it comes."),
     "chat": ("pdserve.cli.chat", "Talk with the model, line by line."),
     "status": ("pdserve.cli.status", "Show workers, load and blocks."),
+    "top": ("pdserve.cli.top", "Watch workers, queues, rates and requests."),
+    "trace": ("pdserve.cli.trace", "Show where the time of a request went."),
+    "dump": ("pdserve.cli.trace", "Write what a process remembers of its latest requests, for ui.perfetto.dev."),
     "drain": ("pdserve.cli.drain", "Let a worker finish what it has, and end it."),
     "restart": ("pdserve.cli.drain", "Restart workers one by one while requests run."),
+    "launch": ("pdserve.cli.launch", "Run a deployment on a Ray cluster, or make it what the configuration says now."),
+    "scale": ("pdserve.cli.launch", "Change how many processes a launched deployment has."),
+    "bench": ("pdserve.cli.bench", "Measure pdserve, or any server of the OpenAI API, under load."),
     "models": ("pdserve.cli.models", "List the models that are served."),
     "tokenize": ("pdserve.cli.tokenize", "Print the token ids of a text."),
     "router": ("pdserve.cli.services", "Run a router."),
@@ -31,6 +37,8 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "warmup": ("pdserve.cli.warmup", "Compile the kernels of the CPU engine, so that the next start need not."),
     "certs": ("pdserve.cli.certs", "Make certificates for TLS, and an authority that signs them."),
     "keys": ("pdserve.cli.keys", "Make, list and revoke keys of clients."),
+    "doctor": ("pdserve.cli.doctor", "Find what keeps a deployment from working, and say what to do."),
+    "health": ("pdserve.cli.health", "Ask the process of this configuration, on this machine, whether it is well."),
     "config": ("pdserve.cli.config", "Check and show configurations."),
 }
 """Command -> module that has it under the same name, and its help. Here, so that --help need not import them."""

@@ -34,6 +34,7 @@ def result_record(generation: Generation) -> dict[str, Any]:
     record |= {
         "request_id": generation.request_id,
         "num_attempts": generation.placement.attempts,
+        "num_migrations": generation.placement.migrations,
         "prediction": _prediction_record(generation.placement),
     }
     if generation.prompt_logprobs:

@@ -22,13 +22,18 @@ from pdserve.store.client import display_url
 @click.command()
 @config_options
 @json_option
-def up(config_path: str | None, settings: tuple[str, ...], as_json: bool) -> int:
+@click.option(
+    "--demo-controls",
+    is_flag=True,
+    help="Buttons on the live page that kill workers, as local.demo_controls does.",
+)
+def up(config_path: str | None, settings: tuple[str, ...], as_json: bool, demo_controls: bool) -> int:
     """Run a cluster on this machine until Ctrl-C.
 
     Starts a redis server (unless store.url names one), a router, and the workers that `local` asks for; starts again
     what ends by itself. Ctrl-C or SIGTERM lets running requests finish; a second one does not.
     """
-    config = read_config(config_path, settings)
+    config = read_config(config_path, settings, **({"local__demo_controls": True} if demo_controls else {}))
     requests = catch_stop_signals()
     log_format = chosen_format(config, "text" if sys.stderr.isatty() else "json")
     lines = LineWriter(sys.stderr, as_json=log_format == "json")
@@ -95,6 +100,7 @@ def describe(cluster: LocalCluster) -> str:
     scheme = "https" if tls else "http"
     if cluster.http_address is not None:
         http = f"\n  HTTP   {scheme}://{cluster.http_address}/v1   (OpenAI-compatible; /docs lists everything)"
+        http += f"\n  page   {scheme}://{cluster.http_address}/dashboard"
         curl = f"\n  {curl_line(cluster.http_address, tls=tls, key=config.router.keys_file is not None)}"
     metrics = "".join(
         f"\n         {cluster.metrics_scheme(name)}://{address}/metrics   ({name})"

@@ -40,6 +40,8 @@ def usage(message: pb.Usage) -> Usage:
         completion_tokens=message.completion_tokens,
         cached_tokens=message.cached_tokens,
         fetched_tokens=message.fetched_tokens,
+        accepted_draft_tokens=message.accepted_draft_tokens,
+        rejected_draft_tokens=message.rejected_draft_tokens,
     )
 
 
@@ -75,6 +77,7 @@ def placement(message: pb.Placement) -> Placement:
         predicted_prefill_ms=message.predicted_prefill_ms,
         predicted_handover_ms=message.predicted_handover_ms,
         cached_tokens_predicted=message.cached_tokens_predicted,
+        migrations=message.migrations,
         other_ttft_ms=message.other_ttft_ms if message.HasField("other_ttft_ms") else None,
     )
 

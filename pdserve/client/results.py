@@ -22,6 +22,10 @@ class Usage:
     """Prompt tokens taken from a prefix cache instead of computed."""
     fetched_tokens: int = 0
     """Those of them whose KV came from another worker."""
+    accepted_draft_tokens: int = 0
+    """Completion tokens that the decode worker had drafted: so many steps were saved."""
+    rejected_draft_tokens: int = 0
+    """Tokens that it drafted in vain. They are no completion tokens."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,6 +83,8 @@ class Placement:
     """Moving KV to the decode worker, which the first token does not wait for."""
     cached_tokens_predicted: int = 0
     """Tokens that whoever computed the prompt was expected to have."""
+    migrations: int = 0
+    """How often the output has moved to another decode worker while it ran."""
     other_ttft_ms: float | None = None
     """Time to first token that was expected the other way: by a hand-over if `local_prefill`, without one if not. None
     if there was no such way."""

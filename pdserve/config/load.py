@@ -15,7 +15,7 @@ from typing import Any
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from pdserve.config.schema import Config
+from pdserve.config.deployment import Deployment
 from pdserve.errors import ConfigError
 
 ENV_PREFIX = "PDSERVE__"
@@ -26,7 +26,7 @@ def load_config(
     *,
     environ: Mapping[str, str] | None = None,
     overrides: Mapping[str, Any] | None = None,
-) -> Config:
+) -> Deployment:
     """Build the configuration from an optional YAML file, the environment, and overrides by dotted path.
 
     Raises ConfigError that lists every problem with its path, where it came from, and a suggestion for a misspelt key.
@@ -51,7 +51,7 @@ def load_config(
     for dotted, value in (overrides or {}).items():
         _put(tree, dotted, value, dotted, problems)
     try:
-        config = Config.model_validate(tree)
+        config = Deployment.model_validate(tree)
     except ValidationError as error:
         problems.extend(_describe(item, sources) for item in error.errors(include_url=False))
     if problems:
@@ -61,7 +61,7 @@ def load_config(
 
 def config_schema() -> dict[str, Any]:
     """JSON Schema of the YAML file, for editors."""
-    return Config.model_json_schema()
+    return Deployment.model_json_schema()
 
 
 def _read_yaml(path: Path) -> dict[str, Any]:
@@ -107,7 +107,7 @@ def _describe(item: Any, sources: Mapping[str, str]) -> str:
 
 def _keys(location: tuple[str | int, ...]) -> list[str]:
     """Names that are valid at a place in the configuration."""
-    kind: type[BaseModel] = Config
+    kind: type[BaseModel] = Deployment
     for part in location:
         field = kind.model_fields.get(str(part))
         if field is None or not isinstance(field.annotation, type) or not issubclass(field.annotation, BaseModel):

@@ -207,6 +207,15 @@ class AdmissionSection(Section):
     router hears of it. With more the order is decided by workers, which do not know whose a request is."""
 
 
+class SloSection(Section):
+    """Objectives that outputs are counted against (`pdserve_router_slo_outputs_total`). They change nothing else."""
+
+    ttft_s: Seconds = 2.0
+    """Longest time to the first token."""
+    tpot_s: Seconds = 0.2
+    """Longest mean time for each token after it."""
+
+
 class RouterSection(Section):
     """The public side."""
 
@@ -300,7 +309,11 @@ class RouterSection(Section):
     """Memory for those results: about 12 bytes per token, much more with log-probabilities."""
     drain_timeout_s: Seconds = 30.0
     """How long a stopping router lets its requests finish."""
+    demo_socket: str | None = None
+    """Unix socket through which whoever started the workers can be asked to kill one. Set by `pdserve up` where
+    `local.demo_controls` is on."""
     local_prefill: LocalPrefillSection = LocalPrefillSection()
+    slo: SloSection = SloSection()
     admission: AdmissionSection = AdmissionSection()
     """Prompts that are computed by decode workers."""
 
@@ -338,6 +351,23 @@ class PrefillSection(WorkerSection):
     """Requests queued; one more is refused, and the router tries elsewhere."""
 
 
+class SpeculationSection(Section):
+    """Drafts of tokens that probably come next. They change no output, only how fast it comes."""
+
+    method: Literal["auto", "ngram", "off"] = "auto"
+    """`ngram`: where the last tokens of a sequence were there before, in prompt or output, what came after them is
+    computed in the same step as the next token, and kept as far as it is right. `auto` does so where the measured times
+    of steps and the part that was right so far promise more tokens a second, and looks again in every step. `ngram`
+    does not ask what is faster, which is for tests and measurements."""
+    max_draft_tokens: Annotated[int, Field(ge=1, le=31)] = 7
+    """Of one sequence in one step, at most."""
+    min_match_tokens: Annotated[int, Field(ge=1, le=8)] = 2
+    """How many tokens in a row must have been there before. Few find more, and are wrong more often; `auto` knows how
+    often for each number."""
+    max_batch_size: Annotated[int, Field(ge=1)] = 16
+    """With more sequences in a step there are no drafts: it has enough to compute, and looking for them takes time."""
+
+
 class DecodeSection(WorkerSection):
     """A decode worker."""
 
@@ -355,6 +385,12 @@ class DecodeSection(WorkerSection):
     max_waiting: Annotated[int, Field(ge=1)] = 256
     """Outputs whose prompts it is to compute and that wait for room; one more is refused, and the router tries
     elsewhere."""
+    speculation: SpeculationSection = SpeculationSection()
+    migrate: Literal["auto", "always", "off"] = "auto"
+    """Whether running streams move to other decode workers with their KV: when this one drains and they would not be
+    over in time, and when its blocks run out. For the latter, `auto` moves the youngest one where that is expected to
+    take less than to throw its KV away and compute it again; `always` does not ask, which is for tests and
+    measurements. `off`: streams are given back, and computed again elsewhere."""
 
 
 class TransferSection(Section):
@@ -431,6 +467,31 @@ class LogSection(Section):
     """`auto` is text on a terminal and JSON lines elsewhere."""
 
 
+class TracingSection(Section):
+    """Traces by OpenTelemetry (needs the extra `otel`). Off unless `endpoint`, or OTEL_EXPORTER_OTLP_ENDPOINT in the
+    environment, names a collector."""
+
+    endpoint: Annotated[str, Field(pattern=r"^https?://")] | None = None
+    """URL of an OTLP collector, for example http://127.0.0.1:4317. Default: that of the environment."""
+    protocol: Literal["grpc", "http/protobuf"] | None = None
+    """How the collector is spoken to. Default: OTEL_EXPORTER_OTLP_PROTOCOL, or grpc."""
+    sample_ratio: Annotated[float, Field(ge=0, le=1)] = 1.0
+    """Part of the requests to trace of those whose clients send no `traceparent`; with one, the client decides. Fewer
+    cost the collector less."""
+
+
+class FlightSection(Section):
+    """The flight recorder: what a process remembers of its latest requests and steps, for after a crash or
+    on demand."""
+
+    requests: Annotated[int, Field(ge=0, le=100_000)] = 512
+    """Requests that a router remembers, each a few kilobytes at most. 0: none."""
+    steps: Annotated[int, Field(ge=0, le=1_000_000)] = 4096
+    """Steps of the engine that a worker remembers, about 100 bytes each. 0: none."""
+    directory: str | None = None
+    """Where dumps are written. Default: the directory for temporary files."""
+
+
 class LocalSection(Section):
     """What `pdserve up` and `pdserve demo` start on this machine."""
 
@@ -441,6 +502,9 @@ class LocalSection(Section):
     """Decode worker processes."""
     start_timeout_s: Seconds = 120.0
     """Longest wait for all processes to be ready."""
+    demo_controls: bool = False
+    """Whether the router's live page has a button that kills a worker, really, to show what becomes of its requests.
+    Whoever may use the API may press it, so this is for demonstrations."""
 
 
 class Config(Section):
@@ -459,6 +523,8 @@ class Config(Section):
     transfer: TransferSection = TransferSection()
     health: HealthSection = HealthSection()
     log: LogSection = LogSection()
+    tracing: TracingSection = TracingSection()
+    flight: FlightSection = FlightSection()
     local: LocalSection = LocalSection()
 
     @model_validator(mode="after")

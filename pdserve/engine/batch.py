@@ -8,7 +8,7 @@ an engine moves it to its device. Building a batch touches no token in Python.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -65,6 +65,25 @@ class SampleRequest:
             allowed=allowed,
         )
 
+    @classmethod
+    def for_draft(
+        cls,
+        job: GenerationJob,
+        output_index: int,
+        draft: Sequence[int],
+        edits: SequenceEdits | None,
+        allowed: Sequence[Callable[[], TokenMask]] | None = None,
+    ) -> tuple[SampleRequest, ...]:
+        """As `for_job`, for output token number `output_index`, and for the token after each of those of `draft`.
+        `allowed` has one mask for each of all these."""
+        rows = (None,) * (1 + len(draft)) if edits is None else (edits.row(), *edits.ahead(draft))
+        masks = (None,) * (1 + len(draft)) if allowed is None else allowed
+        requests = []
+        for i, (row, mask) in enumerate(zip(rows, masks, strict=True)):
+            request = cls.for_job(job, output_index + i, None, mask)
+            requests.append(request if row is None else replace(request, edits=row))
+        return tuple(requests)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScoreRequest:
@@ -99,6 +118,9 @@ class SequenceChunk:
     come."""
     score: ScoreRequest | None = None
     """What to report of the prompt; None if nothing was asked for."""
+    num_drafted: int = 0
+    """If not 0, so many of the last tokens are a draft: `samples` say how to draw the token before the first of them,
+    and then those after each of them."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -226,7 +248,13 @@ def build_batch(chunks: Sequence[SequenceChunk], block_size: int) -> Batch:
     block, offset = np.divmod(positions, block_size)
     slots = block_tables[sequence, block].astype(np.int64) * block_size + offset
 
-    sampled = np.repeat(np.arange(len(chunks)), [len(chunk.samples) for chunk in chunks])
+    num_samples = np.array([len(chunk.samples) for chunk in chunks], dtype=np.int64)
+    sampled = np.repeat(np.arange(len(chunks)), num_samples)
+    num_drafted = np.array([chunk.num_drafted for chunk in chunks], dtype=np.int64)
+    assert bool(np.all((num_drafted == 0) | (num_samples == num_drafted + 1))), "a draft is drawn after every token"
+    # Query tokens behind the one that a token is drawn after: none, or the rest of the draft.
+    nth = np.arange(len(sampled)) - (np.cumsum(num_samples) - num_samples)[sampled]
+    behind = np.where(num_drafted[sampled] > 0, num_drafted[sampled] - nth, 0)
     return Batch(
         token_ids=np.concatenate(tokens),
         positions=positions.astype(np.int32),
@@ -234,8 +262,10 @@ def build_batch(chunks: Sequence[SequenceChunk], block_size: int) -> Batch:
         slot_mapping=slots,
         block_tables=block_tables,
         context_lens=context_lens.astype(np.int32),
-        logit_rows=cu_seqlens[sampled + 1] - 1,
-        sampling=_sampling_batch([sample for chunk in chunks for sample in chunk.samples], context_lens[sampled]),
+        logit_rows=(cu_seqlens[sampled + 1] - 1 - behind).astype(np.int32),
+        sampling=_sampling_batch(
+            [sample for chunk in chunks for sample in chunk.samples], context_lens[sampled] - behind
+        ),
         scoring=_scoring_batch([(int(cu_seqlens[i]), c.score) for i, c in enumerate(chunks) if c.score is not None]),
     )
 

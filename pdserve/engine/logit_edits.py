@@ -16,6 +16,7 @@ vocabulary. Everything here is numpy and shared by all engines.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -128,6 +129,20 @@ class SequenceEdits:
         """For the next token."""
         used = len(self._entry)
         return RowEdits(self._ids[:used], self._terms[:, :used])
+
+    def ahead(self, token_ids: Sequence[int]) -> list[RowEdits]:
+        """The edits after each of `token_ids`, if those are the next output tokens. Nothing is observed."""
+        if not self._params.penalizes or not token_ids:
+            return [self.row()] * len(token_ids)
+        twin = copy.copy(self)
+        twin._ids, twin._terms = self._ids.copy(), self._terms.copy()
+        twin._entry, twin._counts = dict(self._entry), dict(self._counts)
+        rows = []
+        for index, token_id in enumerate(token_ids, start=self._num_output):
+            twin.observe(index, token_id)
+            row = twin.row()
+            rows.append(RowEdits(row.ids.copy(), row.terms.copy()))
+        return rows
 
     def _add(self, token_ids: Sequence[int]) -> None:
         """Entries without effect for tokens that have none."""

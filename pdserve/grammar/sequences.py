@@ -11,6 +11,7 @@ import asyncio
 import functools
 import logging
 import os
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Final
@@ -29,6 +30,9 @@ MAX_WAIT_S: Final = 2.0
 """How long a step may wait for the mask of one row: far longer than any takes that is within the limits of a grammar,
 unless the machine is in trouble."""
 
+MAX_WAIT_FOR_DRAFT_S: Final = 0.02
+"""The same for all masks of a draft: many times what they take, and less than a pause that anybody would notice."""
+
 _NUM_THREADS: Final = min(4, os.cpu_count() or 1)
 
 
@@ -46,6 +50,9 @@ class SequenceGrammars:
         self._awaited: set[Grammar] = set()
         """Whose compilation will be told of."""
         self._states: dict[HandoffId, GrammarState] = {}
+        self._making: dict[HandoffId, Future[tuple[Mask, GrammarState]]] = {}
+        """The newest mask of each job, and a copy of the state that it was made in."""
+        self._meaningful: dict[HandoffId, int] = {}
         self._failed: dict[HandoffId, PdServeError] = {}
         self._threads: ThreadPoolExecutor | None = None
 
@@ -87,8 +94,29 @@ class SequenceGrammars:
         may_stop = output_index >= job.min_new_tokens
         if self._threads is None:
             self._threads = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="grammar-mask")
-        making = self._threads.submit(_make_mask, state, tokens, may_stop)
+        making = self._making[key] = self._threads.submit(_make_mask, state, tokens, may_stop)
         return lambda: self._result(key, making)
+
+    def allowed_along(
+        self, job: GenerationJob, output_index: int, newest: Sequence[int], draft: Sequence[int]
+    ) -> list[Callable[[], Mask]] | None:
+        """As `allowed`, and then the masks for the tokens that come after each of `draft`. Where those cannot be told,
+        `take_meaningful` says so."""
+        first = self.allowed(job, output_index, newest)
+        if first is None or not draft:
+            return None if first is None else [first]
+        key = HandoffId(job.request_id, job.attempt)
+        number = len(draft)
+        assert self._threads is not None, "masks are made on threads"
+        may_stop = [output_index + 1 + i >= job.min_new_tokens for i in range(number)]
+        making = self._threads.submit(_make_masks_ahead, self._making[key], tuple(draft), may_stop)
+        return [first, *(functools.partial(self._ahead, key, making, i) for i in range(number))]
+
+    def take_meaningful(self) -> dict[HandoffId, int]:
+        """Of drafts in the last step: how many of the tokens drawn for a job were drawn from the right mask, where that
+        are not all of them."""
+        meaningful, self._meaningful = self._meaningful, {}
+        return meaningful
 
     def take_failed(self) -> dict[HandoffId, PdServeError]:
         """Jobs whose grammar could not be followed in the last step: what was drawn for them is of no meaning."""
@@ -98,6 +126,7 @@ class SequenceGrammars:
     def forget(self, key: HandoffId) -> None:
         """The job is over."""
         self._states.pop(key, None)
+        self._making.pop(key, None)
 
     def close(self) -> None:
         """Start nothing more; what runs ends by itself."""
@@ -113,7 +142,7 @@ class SequenceGrammars:
         except RuntimeError:
             log.debug("a grammar was compiled after the event loop had been closed")
 
-    def _result(self, key: HandoffId, making: Future[Mask]) -> Mask:
+    def _result(self, key: HandoffId, making: Future[tuple[Mask, GrammarState]]) -> Mask:
         """The step has other rows, which go on when this one fails."""
         error: BaseException | None
         try:
@@ -124,15 +153,49 @@ class SequenceGrammars:
                 field="grammar",
             )
         if error is None:
-            return making.result()
+            return making.result()[0]
         if not isinstance(error, PdServeError):
             log.error("a grammar failed", exc_info=error, extra={"request": key.request_id, "attempt": key.attempt})
             error = InternalError("the grammar of this request could not be followed")
         self._failed[key] = error
+        return self._anything()
+
+    def _ahead(self, key: HandoffId, making: Future[list[Mask]], index: int) -> Mask:
+        """The mask after token `index` of a draft. No step waits long for what may not be needed."""
+        try:
+            masks = making.result(0.0 if key in self._meaningful else MAX_WAIT_FOR_DRAFT_S)
+        except TimeoutError:
+            masks = []
+        if index < len(masks):
+            return masks[index]
+        self._meaningful.setdefault(key, 1 + index)
+        return self._anything()
+
+    def _anything(self) -> Mask:
         return np.full(num_words(self._vocab_size), 0xFFFFFFFF, np.uint32)
 
 
-def _make_mask(state: GrammarState, tokens: Sequence[int], may_stop: bool) -> Mask:
+def _make_masks_ahead(
+    first: Future[tuple[Mask, GrammarState]], draft: Sequence[int], may_stop: Sequence[bool]
+) -> list[Mask]:
+    """What may be drawn after each token of `draft`, as far as that can be told and the draft is allowed. `first` was
+    submitted before, so it does not wait for a thread."""
+    masks: list[Mask] = []
+    late = time.monotonic() + MAX_WAIT_FOR_DRAFT_S
+    try:
+        _, state = first.result()
+        for token_id, stops in zip(draft, may_stop, strict=True):
+            if time.monotonic() > late:
+                break
+            state.advance(token_id)
+            masks.append(state.mask(may_stop=stops))
+    except PdServeError:
+        # A problem only if the output comes to this place, and told then.
+        return masks
+    return masks
+
+
+def _make_mask(state: GrammarState, tokens: Sequence[int], may_stop: bool) -> tuple[Mask, GrammarState]:
     for token_id in tokens:
         state.advance(token_id)
-    return state.mask(may_stop=may_stop)
+    return state.mask(may_stop=may_stop), state.copy()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 
 import numpy as np
@@ -73,6 +74,12 @@ class GrammarState:
         if not mask.any():
             raise InvalidRequestError("grammar: no token of the vocabulary can go on from here", field="grammar")
         return mask
+
+    def copy(self) -> GrammarState:
+        """One that goes on from here on its own, also on another thread. Takes a microsecond."""
+        twin = copy.copy(self)
+        twin._matcher = self._matcher.deep_copy()
+        return twin
 
     def _too_complex(self) -> InvalidRequestError:
         return InvalidRequestError(

@@ -20,11 +20,13 @@ from pdserve.addresses import Reservation, dialable
 from pdserve.client import Client
 from pdserve.client.access import API_KEY, CA_FILE, SYSTEM, Access
 from pdserve.config import Config
+from pdserve.config.deployment import worker_pools
 from pdserve.config.schema import RouterSection
 from pdserve.errors import CancelledError, ConfigError, PdServeError, StoreError, WorkerLostError
+from pdserve.launch.demo_control import DemoControl
 from pdserve.launch.plan import plan_processes
 from pdserve.launch.process import LineSink, ManagedProcess, StartError
-from pdserve.launch.restart import RestartPolicy
+from pdserve.launch.restart import FIRST_DELAY_S, RestartPolicy
 from pdserve.service import READINESS
 from pdserve.store.embedded import EmbeddedRedis
 
@@ -86,6 +88,9 @@ class LocalCluster:
         self._processes: dict[str, ManagedProcess] = {}
         self._restarts: dict[str, RestartPolicy] = {}
         self._due: dict[str, float] = {}
+        self._demo: DemoControl | None = None
+        self._killed: set[ManagedProcess] = set()
+        """What was killed from the page, until that has been noticed."""
         self._reservations: list[Reservation] = []
         """Ports of the router, and for metrics of the workers, kept for as long as they may be started again."""
         self.listen = ""
@@ -141,6 +146,15 @@ class LocalCluster:
         process.send_signal(signal.SIGKILL)
         process.wait(STOP_MARGIN_S)
 
+    def _kill_for_demo(self, worker_id: str) -> int:
+        """SIGKILL a worker that runs, and say which process that was. Called on another thread; raises KeyError."""
+        process = self._processes[worker_id]
+        if process.role == "router" or not process.running:
+            raise KeyError(worker_id)
+        self._killed.add(process)
+        process.send_signal(signal.SIGKILL)
+        return process.pid
+
     def start(self, stopping: threading.Event | None = None) -> None:
         """Return when every worker is ready and connected to the router.
 
@@ -183,9 +197,11 @@ class LocalCluster:
             self.redis_url = self._redis.url
         else:
             self.redis_url = self.config.store.url
-        local = self.config.local
-        metrics = [Reservation(METRICS_LISTEN, "metrics") for _ in range(local.prefill_workers + local.decode_workers)]
+        num_workers = sum(pool.replicas for pool in worker_pools(self.config))
+        metrics = [Reservation(METRICS_LISTEN, "metrics") for _ in range(num_workers)]
         self._reservations += metrics
+        if self.config.local.demo_controls:
+            self._demo = DemoControl(self._kill_for_demo)
         plans = plan_processes(
             self.config,
             store_url=self.redis_url,
@@ -193,6 +209,7 @@ class LocalCluster:
             http_port=None if self.http_listen is None else int(self.http_listen.rsplit(":", 1)[1]),
             log_format=self._log_format,
             metrics_listen=[reservation.listen for reservation in metrics],
+            demo_socket=None if self._demo is None else str(self._demo.path),
         )
         for plan in plans:
             self._processes[plan.name] = ManagedProcess(plan, self._sink)
@@ -273,6 +290,11 @@ class LocalCluster:
                     # Told to end, by `pdserve drain` or a signal, which is no failure of its.
                     self._progress(f"{name} has stopped, starting it again")
                     self._due[name] = now
+                elif not process.running and process in self._killed:
+                    # Somebody wanted to see this, however often.
+                    self._killed.remove(process)
+                    self._progress(f"{name} was killed from the page\nstarting it again in {FIRST_DELAY_S:g} s")
+                    self._due[name] = now + FIRST_DELAY_S
                 elif not process.running:
                     delay = self._restarts[name].ended(now - process.started)
                     if delay is None:
@@ -305,6 +327,9 @@ class LocalCluster:
         for reservation in self._reservations:
             reservation.close()
         self._reservations.clear()
+        if self._demo is not None:
+            self._demo.close()
+            self._demo = None
         self._close_redis()
 
     def _close_redis(self) -> None:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
 
 from pdserve.config import Config
-from pdserve.config.schema import Pinning, WorkerSection
+from pdserve.config.deployment import Pool, process_config, worker_pools
+from pdserve.config.schema import Pinning
 from pdserve.cpus import allowed_cores, available_cpus, share_cpus
 from pdserve.errors import ConfigError
 from pdserve.types import Role
@@ -38,33 +39,38 @@ def plan_processes(
     http_port: int | None,
     log_format: str,
     metrics_listen: Sequence[str] = (),
+    demo_socket: str | None = None,
 ) -> list[ProcessPlan]:
     """The router first, then prefill workers, then decode workers. `http_port` is the router's, `metrics_listen` an
     address for each worker, which takes it unless its configuration names one; none if empty.
 
     Threads are shared out among the workers unless `engine.threads` is set, and CPUs as `engine.pin_threads` says.
-    Raises ConfigError for settings that only one worker can have when several are wanted.
+    Of routers there is one, whatever the deployment says. Raises ConfigError for settings that only one worker can have
+    when several are wanted.
     """
-    local = config.local
-    num_workers = local.prefill_workers + local.decode_workers
-    threads = config.engine.threads or max(1, available_cpus() // num_workers)
-    shared = config.model_copy(
-        update={
-            "store": config.store.model_copy(update={"url": store_url}),
-            "engine": config.engine.model_copy(update={"threads": threads}),
-            "log": config.log.model_copy(update={"format": log_format}),
-        }
+    pools = worker_pools(config)
+    num_workers = sum(pool.replicas for pool in pools)
+    share = max(1, available_cpus() // max(1, num_workers))
+
+    def shared(base: Config) -> Config:
+        return base.model_copy(
+            update={
+                "store": base.store.model_copy(update={"url": store_url}),
+                "engine": base.engine.model_copy(update={"threads": base.engine.threads or share}),
+                "log": base.log.model_copy(update={"format": log_format}),
+            }
+        )
+
+    routers = shared(process_config(config))
+    router_name = routers.router.router_id or "router-0"
+    router = routers.router.model_copy(
+        update={"listen": router_address, "http_port": http_port, "router_id": router_name, "demo_socket": demo_socket}
     )
-    router_name = config.router.router_id or "router-0"
-    router = config.router.model_copy(
-        update={"listen": router_address, "http_port": http_port, "router_id": router_name}
-    )
-    prefill_metrics, decode_metrics = metrics_listen[: local.prefill_workers], metrics_listen[local.prefill_workers :]
-    plans = [
-        ProcessPlan(name=router_name, command="router", config=shared.model_copy(update={"router": router})),
-        *_workers(shared, Role.PREFILL, config.prefill, local.prefill_workers, prefill_metrics),
-        *_workers(shared, Role.DECODE, config.decode, local.decode_workers, decode_metrics),
-    ]
+    plans = [ProcessPlan(name=router_name, command="router", config=routers.model_copy(update={"router": router}))]
+    for pool in pools:
+        metrics = metrics_listen[len(plans) - 1 :][: pool.replicas]
+        plans += _workers(shared(pool.config), pool, metrics)
+    threads = {plan.config.engine.threads or share for plan in plans[1:]}
     names = [plan.name for plan in plans]
     # Workers come after the router.
     for index, cpus in enumerate(_pinning(config.engine.pin_threads, num_workers, threads), start=1):
@@ -76,8 +82,13 @@ def plan_processes(
     return plans
 
 
-def _pinning(wanted: Pinning, num_workers: int, threads: int) -> Sequence[Pinning]:
+def _pinning(wanted: Pinning, num_workers: int, several: Set[int]) -> Sequence[Pinning]:
     """`engine.pin_threads` of each worker. Raises ConfigError if there are not enough CPUs for what is wanted."""
+    if len(several) > 1:
+        if wanted is True:
+            raise ConfigError("engine.pin_threads: true needs the same engine.threads in every pool; use auto or false")
+        return [False] * num_workers
+    threads = max(several, default=1)
     cores = allowed_cores()
     num_cpus = sum(map(len, cores))
     if wanted == "auto":
@@ -99,9 +110,10 @@ def _pinning(wanted: Pinning, num_workers: int, threads: int) -> Sequence[Pinnin
     return shares
 
 
-def _workers(
-    config: Config, role: Role, section: WorkerSection, count: int, metrics_listen: Sequence[str]
-) -> list[ProcessPlan]:
+def _workers(config: Config, pool: Pool, metrics_listen: Sequence[str]) -> list[ProcessPlan]:
+    role = Role(pool.role)
+    section = config.prefill if role is Role.PREFILL else config.decode
+    count = pool.replicas
     if count > 1:
         if section.metrics_listen is not None and not section.metrics_listen.endswith(":0"):
             raise ConfigError(
@@ -117,8 +129,8 @@ def _workers(
             raise ConfigError(f"{role}.advertise: {count} workers cannot share one address; leave it out")
     plans = []
     for index in range(count):
-        base = section.worker_id or str(role)
-        name = section.worker_id if section.worker_id and count == 1 else f"{base}-{index}"
+        alone = section.worker_id == pool.name and count == 1
+        name = pool.name if alone else f"{pool.name}-{index}"
         update: dict[str, object] = {"worker_id": name}
         if section.metrics_listen is None and metrics_listen:
             update["metrics_listen"] = metrics_listen[index]

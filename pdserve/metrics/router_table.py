@@ -67,7 +67,7 @@ ITL: Final = histogram(
     buckets=TOKEN_GAP_BUCKETS,
 )
 E2E: Final = histogram(
-    "pdserve_router_e2e_seconds", "From receipt of the request to the last token, of finished outputs",
+    "pdserve_router_e2e_seconds", "From receipt of the request to the end of its output, of finished outputs",
     buckets=REQUEST_BUCKETS,
 )  # fmt: skip
 PHASES: Final = histogram(
@@ -77,6 +77,14 @@ PHASES: Final = histogram(
     "phase",
     buckets=PHASE_BUCKETS,
 )
+
+SLO: Final = counter(
+    "pdserve_router_slo_outputs_total",
+    "Outputs that have finished or failed, by priority class and result: met (both objectives of router.slo), ttft, "
+    "tpot, both (which of them was missed), failed. The rate of met is goodput",
+    "class", "result",
+)  # fmt: skip
+HTTP_RESPONSES: Final = counter("pdserve_router_http_responses_total", "Answers over HTTP, by status", "status")
 
 PROMPT_TOKENS: Final = counter("pdserve_router_prompt_tokens_total", "Tokens of prompts, each prompt once")
 CACHED_TOKENS: Final = counter(
@@ -100,6 +108,19 @@ HANDOFFS: Final = counter("pdserve_router_handoffs_total", "Hand-offs of KV that
 TRANSFER_BYTES: Final = counter(
     "pdserve_router_transfer_bytes_total", "KV moved by hand-offs that succeeded, by transport", "transport"
 )
+MIGRATIONS: Final = counter(
+    "pdserve_router_migrations_total",
+    "Running streams that were to move to another decode worker with their KV, by cause (drain, room) and outcome: "
+    "moved, declined (no worker for it), failed (goes on where it was), lost (with the worker that had just got it), "
+    "ended (before it was known)",
+    "cause", "outcome",
+)  # fmt: skip
+MIGRATION_BYTES: Final = counter("pdserve_router_migration_bytes_total", "KV moved by those, by transport", "transport")
+MIGRATION_STOP: Final = histogram(
+    "pdserve_router_migration_stop_seconds",
+    "From the last token at one decode worker until the other one had the stream",
+    buckets=TOKEN_GAP_BUCKETS,
+)
 PREDICTION_RATIO: Final = histogram(
     "pdserve_router_ttft_prediction_ratio",
     "Time from dispatch to the first token of an output, divided by what placement had predicted",
@@ -115,6 +136,15 @@ WAITING_WORK: Final = gauge(
     "pdserve_router_waiting_work_seconds",
     "How long it will take until those have been admitted, as far as can be told, by priority class",
     "class",
+)
+
+PREFILL_BACKLOG: Final = gauge(
+    "pdserve_router_prefill_backlog_seconds",
+    "How long the workers that compute prompts are expected to need for what they and this router have waiting, on "
+    "average; +Inf if prompts wait and nobody computes them",
+)
+DECODE_KV_USAGE: Final = gauge(
+    "pdserve_router_decode_kv_usage_ratio", "Part of the KV blocks of all decode workers together that somebody holds"
 )
 
 WORKERS: Final = gauge("pdserve_router_workers", "Workers known, by role and state", "role", "state")
@@ -142,6 +172,7 @@ ROUTER_METRICS: Final = (
     TTFT, TPOT, ITL, E2E, PHASES,
     PROMPT_TOKENS, CACHED_TOKENS, FETCHED_TOKENS, PREDICTED_CACHED_TOKENS, COMPLETION_TOKENS,
     PROMPT_LENGTH, OUTPUT_LENGTH,
-    HANDOFFS, TRANSFER_BYTES, PREDICTION_RATIO, LOCAL_UP_TO, WAITING, WAITING_WORK,
+    HANDOFFS, TRANSFER_BYTES, MIGRATIONS, MIGRATION_BYTES, MIGRATION_STOP, PREDICTION_RATIO,
+    LOCAL_UP_TO, WAITING, WAITING_WORK, SLO, HTTP_RESPONSES, PREFILL_BACKLOG, DECODE_KV_USAGE,
     WORKERS, WORKER_BACKLOG, WORKER_REQUESTS, WORKER_KV_USAGE, WORKER_SILENT, STORE_AVAILABLE, INDEX_BLOCKS, DRAINING,
 )  # fmt: skip

@@ -51,6 +51,11 @@ BLOCK_TOKENS: Final = gauge("pdserve_worker_kv_block_tokens", "Tokens in a KV bl
 PREEMPTIONS: Final = counter(
     "pdserve_worker_preemptions_total", "How often a sequence had to give its blocks to another one"
 )
+DRAFT_TOKENS: Final = counter(
+    "pdserve_worker_draft_tokens_total",
+    "Decode workers: tokens drafted, by outcome: accepted (each saved its sequence a step) or rejected",
+    "outcome",
+)
 
 HANDOFFS: Final = counter(
     "pdserve_worker_handoffs_total", "Hand-offs of KV that ended here, by outcome: committed or failed", "outcome"
@@ -94,7 +99,7 @@ DRAINING: Final = gauge("pdserve_worker_draining", "1 while no new request is ta
 
 WORKER_METRICS: Final = (
     BUILD_INFO, STEP, STEP_SEQUENCES, STEP_TOKENS, STEP_FAILURES, STEP_RUNNING, TOKENS,
-    REQUESTS, QUEUED_TOKENS, BLOCKS, BLOCK_TOKENS, PREEMPTIONS,
+    REQUESTS, QUEUED_TOKENS, BLOCKS, BLOCK_TOKENS, PREEMPTIONS, DRAFT_TOKENS,
     HANDOFFS, HANDOFFS_LIVE, HANDOFF_TIME, LINKS,
     TRANSFER_BYTES, TRANSFER_CHUNKS, TRANSFER_ERRORS, TRANSFER_FALLBACKS, FETCHES, FETCHED_BYTES, STRANGERS, DRAINING,
 )  # fmt: skip

@@ -79,6 +79,7 @@ def job_to_proto(job: GenerationJob, now: float | None = None) -> pb.GenerationJ
         forks=[pb.Fork(request_id=fork.request_id, attempt=fork.attempt, seed=fork.seed) for fork in job.forks],
         cache_salt=job.cache_salt,
         priority=job.priority,
+        traceparent=job.traceparent,
     )
 
 
@@ -132,6 +133,7 @@ def job_from_proto(message: pb.GenerationJob, now: float | None = None) -> Gener
         forks=_forks_from_proto(message),
         cache_salt=message.cache_salt,
         priority=message.priority,
+        traceparent=message.traceparent,
     )
 
 
@@ -325,6 +327,8 @@ def stats_to_proto(stats: WorkerStats) -> pb.WorkerStats:
         declined_fetches_total=stats.declined_fetches_total,
         served_fetches_total=stats.served_fetches_total,
         local_prefill_tokens=stats.local_prefill_tokens,
+        accepted_draft_tokens_total=stats.accepted_draft_tokens_total,
+        rejected_draft_tokens_total=stats.rejected_draft_tokens_total,
         draining=stats.draining,
     )
 
@@ -354,6 +358,8 @@ def stats_from_proto(message: pb.WorkerStats) -> WorkerStats:
         declined_fetches_total=message.declined_fetches_total,
         served_fetches_total=message.served_fetches_total,
         local_prefill_tokens=message.local_prefill_tokens,
+        accepted_draft_tokens_total=message.accepted_draft_tokens_total,
+        rejected_draft_tokens_total=message.rejected_draft_tokens_total,
         draining=message.draining,
     )
 

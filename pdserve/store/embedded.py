@@ -113,7 +113,7 @@ class EmbeddedRedis:
         # An unlinked file: the server never blocks on a full pipe, and nothing is left to remove.
         self._log = tempfile.TemporaryFile()  # noqa: SIM115
         self._process = subprocess.Popen(  # noqa: S603
-            [*_launcher(), str(self._binary), *self._arguments()],
+            [*launcher_command(), str(self._binary), *self._arguments()],
             stdin=subprocess.DEVNULL,
             stdout=self._log,
             stderr=subprocess.STDOUT,
@@ -199,7 +199,7 @@ class EmbeddedRedis:
         return self._log.read().decode(errors="replace")[-2000:].strip() or "no output"
 
 
-def _launcher() -> list[str]:
+def launcher_command() -> list[str]:
     """Command prefix under which the server dies with us."""
     if sys.platform != "linux":
         return []

@@ -7,20 +7,28 @@ from dataclasses import dataclass, field
 from random import Random
 from typing import Any
 
+from decode_worker.migrations import MigrateMode
 from decode_worker.scheduler import DecodeScheduler
 from decode_worker.sequences import (
     NOT_DRAWN,
+    AbortMigration,
+    AdvanceMigration,
     CancelReservation,
+    CommitMigration,
     CopyBlock,
     Emit,
     Forget,
+    MigrationOrder,
     NoRoom,
     PlannedChunk,
+    StartMigration,
 )
 from pdserve.block_hash import BlockHasher
+from pdserve.config import SpeculationSection
 from pdserve.engine.sequence_blocks import SequenceBlocks
-from pdserve.types import Fork, GenerationJob, HandoffId, TokenLogprobs
-from pdserve.worker.events import DecodeEvent, StepTokens
+from pdserve.errors import PdServeError
+from pdserve.types import DecodeTarget, Fork, GenerationJob, HandoffId, TokenLogprobs
+from pdserve.worker.events import DecodeEvent, MigrationWanted, StepTokens
 from pdserve.worker.limits import JobLimits
 
 STOP = 99
@@ -92,6 +100,8 @@ class World:
     chunk_tokens: int = 32
     max_batch_tokens: int = 64
     max_waiting: int = 8
+    migrate: MigrateMode = "off"
+    speculation: SpeculationSection | None = None
     reserved: set[HandoffId] = field(default_factory=set)
     """Everything that ever got room."""
     copies: list[tuple[int, int]] = field(default_factory=list)
@@ -103,6 +113,10 @@ class World:
     finished: list[HandoffId] = field(default_factory=list)
     """Committed hand-offs that the transfer layer may forget."""
     events: list[tuple[str, DecodeEvent]] = field(default_factory=list)
+    orders: list[MigrationOrder] = field(default_factory=list)
+    """Of migrations, in order."""
+    reading: dict[HandoffId, StartMigration] = field(default_factory=dict)
+    """Hand-offs of migrations that read blocks."""
     now: float = 100.0
 
     def __post_init__(self) -> None:
@@ -117,6 +131,8 @@ class World:
             max_batch_tokens=self.max_batch_tokens,
             max_waiting=self.max_waiting,
             limits=JobLimits(vocab_size=1000, max_model_len=2000),
+            speculation=self.speculation,
+            migrate=self.migrate,
         )
         self.step: list[PlannedChunk] = []
         self.following: list[PlannedChunk] = []
@@ -127,9 +143,11 @@ class World:
         return {k: self.blocks.num_held(k) for k in self.reserved if self.blocks.holds(k)}
 
     def check_close(self, key: HandoffId) -> None:
-        """No step may compute into what is freed."""
+        """No step may compute into what is freed, and no transfer may read from it."""
         computing = {c.key for c in (*self.step, *self.following)}
         assert key not in computing, "freed while a step computes into the blocks"
+        blocks = self.blocks.ids(key)
+        assert all(blocks[: len(order.blocks)] != order.blocks for order in self.reading.values()), "freed while read"
 
     def settle(self) -> None:
         """Carry out the actions; their order and pairing must make sense."""
@@ -149,6 +167,12 @@ class World:
                         self.finished.append(k)
                 case Emit(router, event):
                     self.events.append((router, event))
+                case StartMigration() as order:
+                    self.orders.append(order)
+                    self.reading[order.handoff] = order
+                case AdvanceMigration() | CommitMigration() | AbortMigration() as order:
+                    assert order.handoff in self.reading
+                    self.orders.append(order)
         self.blocks.check_integrity()
 
     def reserve(self, job: GenerationJob) -> int | NoRoom:
@@ -164,6 +188,44 @@ class World:
         self.scheduler.submit(job, self.now)
         self.reserved.update(HandoffId(branch.request_id, branch.attempt) for branch in job.branches)
         self.settle()
+
+    def wants(self, name: str) -> bool:
+        """Whether its router has been asked for another worker for it."""
+        return any(isinstance(event, MigrationWanted) for event in self.of(name))
+
+    def move(self, name: HandoffId, new_attempt: int, target: DecodeTarget | None) -> HandoffId:
+        """The router's answer."""
+        self.scheduler.migrations.named(name, new_attempt, target, self.now)
+        self.settle()
+        return HandoffId(name.request_id, new_attempt)
+
+    def caught_up(self, handoff: HandoffId) -> None:
+        """The target has what is final."""
+        self.scheduler.migrations.caught_up(handoff, self.now)
+        self.settle()
+
+    def moved(self, handoff: HandoffId) -> None:
+        """The target has the stream."""
+        del self.reading[handoff]
+        self.scheduler.migrations.committed(handoff, "memory", 1000, self.now)
+        self.settle()
+
+    def not_moved(self, handoff: HandoffId, error: PdServeError, *, outcome_known: bool = True) -> None:
+        """The hand-off has failed."""
+        del self.reading[handoff]
+        self.scheduler.migrations.failed(handoff, error, self.now, outcome_known=outcome_known)
+        self.settle()
+
+    def move_closed(self, handoff: HandoffId) -> None:
+        """The hand-off has been called off."""
+        del self.reading[handoff]
+        self.scheduler.migrations.closed(handoff, self.now)
+        self.settle()
+
+    def sent_by(self, handoff: HandoffId) -> list[int | None]:
+        """The KV that its blocks hold, in the order of the tokens."""
+        order = self.reading[handoff]
+        return [self.slots.get((order.blocks[i // 16], i % 16)) for i in range(order.num_tokens)]
 
     def commit(self, name: HandoffId, first_token: int = 1, *more: int, exact: bool = True) -> None:
         """All of the KV has come, into the blocks of the first branch."""
@@ -214,17 +276,17 @@ class World:
         the log-probability -1."""
         step, self.step, self.following = self.step, self.following, []
         for chunk in step:
-            for i, token_id in enumerate(chunk.token_ids):
+            for i, token_id in enumerate((*chunk.token_ids, *chunk.draft)):
                 block = self.blocks.ids(chunk.key)[(chunk.start + i) // 16]
                 # Outputs of one prompt share its blocks before they are filled.
                 assert self.blocks.num_holders(block) <= 1 + len(chunk.forks), "wrote into a block that others see"
                 self._put(block, (chunk.start + i) % 16, self.drawn[chunk.key] if token_id == NOT_DRAWN else token_id)
             if chunk.draws:
                 self.drawn.update({HandoffId(j.request_id, j.attempt): token for j in (chunk.job, *chunk.forks)})
-        drawn = [token for chunk in step if chunk.draws for _ in (chunk.job, *chunk.forks)]
+        drawn = [drawn for chunk in step if chunk.draws for drawn in self.draw(chunk, token)]
         self.scheduler.step_done(
             drawn,
-            query_lens or [len(c.token_ids) for c in step],
+            query_lens or [len(c.token_ids) + len(c.draft) for c in step],
             duration_s,
             self.now,
             prompt_logprobs={
@@ -236,6 +298,11 @@ class World:
             },
         )
         self.settle()
+
+    def draw(self, chunk: PlannedChunk, token: int) -> list[int]:
+        """What is drawn for a chunk, once for each output or for each place of a draft; `token`, for who knows no
+        better."""
+        return [token] * (1 + len(chunk.forks) + len(chunk.draft))
 
     def run_steps(self, n: int, token: int = 7) -> None:
         """So many steps, one after the other."""

@@ -175,7 +175,8 @@ class FakeEngine:
         return np.eye(VOCAB_SIZE, dtype=np.float32)[self._step(batch)]
 
     def _draw(self, batch: Batch, row: int, sequence: int) -> int:
-        positions = np.arange(batch.context_lens[sequence], dtype=np.int64)
+        # Tokens behind the one that it is drawn after may be a draft: they do not count.
+        positions = np.arange(batch.positions[batch.logit_rows[row]] + 1, dtype=np.int64)
         block, offset = np.divmod(positions, self._layout.block_size)
         found = self._kv[batch.block_tables[sequence][block], :, :, :, offset, :]
         forbidden = batch.sampling.forbidden_ids[batch.sampling.forbidden_rows == row]

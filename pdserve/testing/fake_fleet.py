@@ -40,6 +40,7 @@ class FakeFleet:
         """Start and register a decode worker."""
         worker = FakeDecodeWorker(info or self.info(worker_id, Role.DECODE), self._next_token)
         worker.seeded = self._seeded
+        worker.peers = self.decode.get
         await self._announce(await worker.start())
         self.decode[worker_id] = worker
         return worker

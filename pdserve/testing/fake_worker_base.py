@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import secrets
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
@@ -147,6 +147,8 @@ class FakeWorker(Generic[_E]):
         self._heartbeat_s = heartbeat_s
         self._sessions: dict[str, _RouterSession[_E]] = {}
         self._jobs: dict[tuple[str, int], asyncio.Task[None]] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        """Others."""
         self._server: grpc.aio.Server | None = None
 
     @property
@@ -165,6 +167,9 @@ class FakeWorker(Generic[_E]):
 
     async def kill(self) -> None:
         """End at once, as a killed process does: every stream breaks, every job is gone."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
         await self._end_jobs(list(self._jobs))
         assert self._server is not None, "not started"
         await self._server.stop(None)
@@ -201,6 +206,12 @@ class FakeWorker(Generic[_E]):
                 self._jobs.pop(key, None)
 
         self._jobs[key] = asyncio.create_task(body(), name=f"{self.info.worker_id}-{key}")
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        """Something beside the jobs."""
+        task = asyncio.create_task(work, name=f"{self.info.worker_id}-work")
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
     def _cancel(self, cancel: pb.CancelJob) -> None:
         key = (cancel.request_id, cancel.attempt)

@@ -51,6 +51,17 @@ class FakeDecodeWorker(FakeWorker[pb.DecodeEvents], pb_grpc.DecodeWorkerServicer
         """How often each message of tokens is sent."""
         self.fail_with: pb.JobFailed | None = None
         """Sent in place of the first step of every job; ids are filled in."""
+        self.peers: Callable[[str], FakeDecodeWorker | None] = lambda worker_id: None
+        """Finds the worker to which a stream moves."""
+        self.migrations: list[pb.Migrate] = []
+        """What routers have said of streams that were to move, in order."""
+        self.before_migration = PausePoint()
+        self.migration_fails_with: pb.MigrationFailed | None = None
+        """Sent in place of moving a stream; ids are filled in."""
+        self.reports_migrations = True
+        """Whether it says so when a stream has moved."""
+        self._streams: dict[tuple[str, int], tuple[GenerationJob, list[int]]] = {}
+        """All tokens of what it decodes."""
 
     def _register(self, server: grpc.aio.Server) -> None:
         pb_grpc.add_DecodeWorkerServicer_to_server(self, server)
@@ -85,7 +96,49 @@ class FakeDecodeWorker(FakeWorker[pb.DecodeEvents], pb_grpc.DecodeWorkerServicer
         """A reservation whose prefill worker is out of reach: it is kept until the router ends it."""
         self._run(job, asyncio.Event().wait)
 
+    def want_migration(self, request_id: str, cause: pb.MigrationCause.ValueType = pb.MIGRATION_CAUSE_DRAIN) -> None:
+        """Ask for another worker for a stream."""
+        job = next(job for job, _ in self._streams.values() if job.request_id == request_id)
+        wanted = pb.MigrationWanted(request_id=request_id, attempt=job.attempt, cause=cause)
+        self._send(job, pb.DecodeEvent(migration_wanted=wanted))
+
+    async def _migrate(self, order: pb.Migrate) -> None:
+        await self.before_migration.reach()
+        key = (order.request_id, order.attempt)
+        if key not in self._streams:
+            return
+        job, tokens = self._streams[key]
+        if self.migration_fails_with is not None:
+            failed = pb.MigrationFailed(
+                request_id=order.request_id, attempt=order.attempt, new_attempt=order.new_attempt
+            )
+            failed.MergeFrom(self.migration_fails_with)
+            self._send(job, pb.DecodeEvent(migration_failed=failed))
+            return
+        await self._end_jobs([key])
+        target = self.peers(order.target.worker_id)
+        assert target is not None, f"there is no {order.target.worker_id}"
+        *known, newest = tokens
+        moved = dataclasses.replace(job, attempt=order.new_attempt, token_ids=tuple(known))
+        target.take_over(moved, newest)
+        if self.reports_migrations:
+            done = pb.Migrated(
+                request_id=order.request_id,
+                attempt=order.attempt,
+                new_attempt=order.new_attempt,
+                transport="grpc",
+                kv_bytes=KV_BYTES_PER_TOKEN * len(known),
+                copy_s=FAKE_STEP_S,
+                stop_s=FAKE_STEP_S,
+            )
+            self._send(job, pb.DecodeEvent(migrated=done))
+
     def _on_submit(self, command: pb.DecodeCommand) -> None:
+        if command.HasField("migrate"):
+            self.migrations.append(command.migrate)
+            if command.migrate.HasField("target"):
+                self._spawn(self._migrate(command.migrate))
+            return
         job = job_from_proto(command.submit)
         self.jobs.append(job)
         for number, branch in enumerate(job.branches):
@@ -114,6 +167,13 @@ class FakeDecodeWorker(FakeWorker[pb.DecodeEvents], pb_grpc.DecodeWorkerServicer
 
     async def _decode(self, job: GenerationJob, first_token: int, num_computed: int = 0) -> None:
         tokens = [*job.token_ids, first_token]
+        self._streams[job.request_id, job.attempt] = job, tokens
+        try:
+            await self._steps(job, tokens, num_computed)
+        finally:
+            del self._streams[job.request_id, job.attempt]
+
+    async def _steps(self, job: GenerationJob, tokens: list[int], num_computed: int) -> None:
         first_step = True
         while True:
             await self.before_step.reach()

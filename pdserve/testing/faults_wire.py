@@ -41,6 +41,8 @@ class WireFaults:
     delay_s: float = 0.0
     """Of STALL and SLOW."""
     num_injected: int = 0
+    refuses_later: bool = False
+    """After CUT: every further connection is refused."""
 
 
 class Forwarder:
@@ -117,6 +119,7 @@ class Forwarder:
                         writer.write(data[:at])
                         await writer.drain()
                         if faults.fault is WireFault.CUT:
+                            faults.fault = WireFault.REFUSE if faults.refuses_later else faults.fault
                             return
                         await asyncio.sleep(faults.delay_s)
                         data = data[at:]

@@ -16,7 +16,7 @@ from pdserve.errors import PdServeError
 from pdserve.kv_layout import KvLayout
 from pdserve.rpc.options import SERVER_OPTIONS
 from pdserve.testing.kv_store import NumpyBlockStore
-from pdserve.types import DecodeTarget, GenerationJob, HandoffId, PrefixFetch, Role
+from pdserve.types import DecodeTarget, GenerationJob, HandoffId, HandoffPurpose, Role
 from pdserve.worker_info import WorkerInfo
 
 LAYOUT = KvLayout(dtype="float32", block_size=16, num_layers=4, num_kv_heads=2, head_dim=16)
@@ -76,7 +76,7 @@ class CountingAdmission:
         self.num_held_tokens = 0
         """What it claims to hold already of every hand-off."""
 
-    def reserve(self, job: GenerationJob | PrefixFetch, handoff: HandoffId, num_tokens: int) -> Room | Busy:
+    def reserve(self, job: HandoffPurpose, handoff: HandoffId, num_tokens: int) -> Room | Busy:
         """See `Admission`."""
         if self.refusal is not None:
             raise self.refusal

@@ -19,7 +19,17 @@ from pdserve.testing.waiting import eventually
 from pdserve.types import DecodeTarget, GenerationJob, HandoffId, PrefixHolder
 
 Command = pb.PrefillCommand | pb.DecodeCommand
-Event = pb.PrefillStarted | pb.PromptLogprobs | pb.FirstToken | pb.HandedOff | pb.JobFailed | pb.StepTokens
+Event = (
+    pb.PrefillStarted
+    | pb.PromptLogprobs
+    | pb.FirstToken
+    | pb.HandedOff
+    | pb.JobFailed
+    | pb.StepTokens
+    | pb.MigrationWanted
+    | pb.Migrated
+    | pb.MigrationFailed
+)
 
 
 class WorkerSession:
@@ -35,7 +45,7 @@ class WorkerSession:
         channels: Channels,
     ) -> None:
         self._channel = channels.open(address, role)
-        self._prefill = role == "prefill"
+        self.is_prefill = role == "prefill"
         self._router_id = router_id
         self._events = events
         self._heartbeat_s = heartbeat_s
@@ -51,7 +61,7 @@ class WorkerSession:
         """Connect and wait for the worker's hello."""
         stub = (
             worker_pb2_grpc.PrefillWorkerStub(self._channel)
-            if self._prefill
+            if self.is_prefill
             else worker_pb2_grpc.DecodeWorkerStub(self._channel)
         )
         self.call: grpc.aio.StreamStreamCall[Any, Any] = stub.Session()
@@ -85,7 +95,7 @@ class WorkerSession:
         await self._end()
 
     def _command(self, **kind: object) -> Command:
-        return pb.PrefillCommand(**kind) if self._prefill else pb.DecodeCommand(**kind)  # type: ignore[arg-type]
+        return pb.PrefillCommand(**kind) if self.is_prefill else pb.DecodeCommand(**kind)  # type: ignore[arg-type]
 
     async def _end(self) -> None:
         for task in (self._reader, self._beats):
@@ -139,6 +149,12 @@ def _decode_event(wrapped: pb.DecodeEvent) -> Event:
             return wrapped.prompt_logprobs
         case "first_token":
             return wrapped.first_token
+        case "migration_wanted":
+            return wrapped.migration_wanted
+        case "migrated":
+            return wrapped.migrated
+        case "migration_failed":
+            return wrapped.migration_failed
         case _:
             return wrapped.failed
 
@@ -195,6 +211,19 @@ class ScriptedRouter:
         """Have a decode worker compute a prompt itself, by default that of the last session."""
         await (session or self.sessions[-1]).send(pb.DecodeCommand(submit=job_to_proto(job)))
         return HandoffId(job.request_id, job.attempt)
+
+    async def migrate(self, key: HandoffId, new_attempt: int, target: DecodeTarget | None) -> HandoffId:
+        """Answer MigrationWanted, whichever worker has sent it."""
+        message = pb.Migrate(
+            request_id=key.request_id,
+            attempt=key.attempt,
+            new_attempt=new_attempt,
+            target=None if target is None else target_to_proto(target),
+        )
+        for session in self.sessions:
+            if not session.is_prefill:
+                await session.send(pb.DecodeCommand(migrate=message))
+        return HandoffId(key.request_id, new_attempt)
 
     async def cancel(self, key: HandoffId) -> None:
         """Tell every worker to stop a request."""

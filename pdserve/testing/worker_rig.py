@@ -72,10 +72,12 @@ async def rig(
     decode_blocks: int = 64,
     prefill_block_size: int = 16,
     decode_block_size: int = 16,
+    decode_block_sizes: Sequence[int] = (),
 ) -> AsyncIterator[Rig]:
-    """Start everything; at the end check that nothing is left."""
+    """Start everything; at the end check that nothing is left. `decode_block_sizes`: of each decode worker."""
     p = [FakeEngines(num_blocks=prefill_blocks, block_size=prefill_block_size) for _ in range(prefill)]
-    d = [FakeEngines(num_blocks=decode_blocks, block_size=decode_block_size) for _ in range(decode)]
+    sizes = decode_block_sizes or [decode_block_size] * decode
+    d = [FakeEngines(num_blocks=decode_blocks, block_size=size) for size in sizes]
     cluster = InProcessCluster(config, prefill=prefill, decode=decode, prefill_engines=p, decode_engines=d)
     async with cluster:
         sessions = [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Final
 
 from pdserve.errors import InvalidRequestError
 from pdserve.rpc.codec import (
@@ -27,6 +28,11 @@ from pdserve.worker.events import (
     JobFailed,
     KeepAlive,
     Malformed,
+    Migrate,
+    Migrated,
+    MigrationCause,
+    MigrationFailed,
+    MigrationWanted,
     PrefillCommand,
     PrefillEvent,
     PrefillStarted,
@@ -36,6 +42,11 @@ from pdserve.worker.events import (
     SubmitLocal,
 )
 from pdserve.worker_info import WorkerInfo
+
+_CAUSES: Final = {
+    MigrationCause.DRAIN: pb.MIGRATION_CAUSE_DRAIN,
+    MigrationCause.ROOM: pb.MIGRATION_CAUSE_ROOM,
+}
 
 
 def prefill_command_from_proto(message: pb.PrefillCommand) -> PrefillCommand:
@@ -61,10 +72,20 @@ def decode_command_from_proto(message: pb.DecodeCommand) -> DecodeCommand:
                 return SubmitLocal(job=job_from_proto(message.submit))
             except InvalidRequestError as error:
                 return _malformed(message.submit, error)
+        case "migrate":
+            return _migrate(message.migrate)
         case "cancel":
             return Cancel(id=HandoffId(message.cancel.request_id, message.cancel.attempt))
         case _:
             return KeepAlive()
+
+
+def _migrate(message: pb.Migrate) -> Migrate:
+    return Migrate(
+        id=HandoffId(message.request_id, message.attempt),
+        new_attempt=message.new_attempt,
+        target=target_from_proto(message.target) if message.HasField("target") else None,
+    )
 
 
 def _submit(message: pb.PrefillJob) -> Submit | Malformed:
@@ -148,6 +169,8 @@ def _decode_event(event: DecodeEvent) -> pb.DecodeEvent:
                     first_step_s=event.first_step_s,
                     local_prefill_tokens=event.local_prefill_tokens,
                     logprobs=logprobs_to_proto(event.logprobs) if event.logprobs else None,
+                    accepted_draft_tokens=event.num_accepted,
+                    rejected_draft_tokens=event.num_rejected,
                 )
             )
         case PrefillStarted():
@@ -158,6 +181,34 @@ def _decode_event(event: DecodeEvent) -> pb.DecodeEvent:
             return pb.DecodeEvent(first_token=_first_token(event))
         case JobFailed():
             return pb.DecodeEvent(failed=_failed(event))
+        case MigrationWanted():
+            return pb.DecodeEvent(
+                migration_wanted=pb.MigrationWanted(
+                    request_id=event.id.request_id, attempt=event.id.attempt, cause=_CAUSES[event.cause]
+                )
+            )
+        case Migrated():
+            return pb.DecodeEvent(
+                migrated=pb.Migrated(
+                    request_id=event.id.request_id,
+                    attempt=event.id.attempt,
+                    new_attempt=event.new_attempt,
+                    transport=event.transport,
+                    kv_bytes=event.kv_bytes,
+                    copy_s=event.copy_s,
+                    stop_s=event.stop_s,
+                )
+            )
+        case MigrationFailed():
+            return pb.DecodeEvent(
+                migration_failed=pb.MigrationFailed(
+                    request_id=event.id.request_id,
+                    attempt=event.id.attempt,
+                    new_attempt=event.new_attempt,
+                    code=event.code,
+                    message=event.message,
+                )
+            )
 
 
 def _started(event: PrefillStarted) -> pb.PrefillStarted:

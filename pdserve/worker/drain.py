@@ -7,6 +7,11 @@ import math
 from collections.abc import Callable
 
 
+def sane_timeout_s(timeout_s: float) -> float:
+    """A time to drain in; nonsense is 0 s."""
+    return timeout_s if math.isfinite(timeout_s) and timeout_s >= 0 else 0.0
+
+
 class DrainWaiter:
     """Wakes whoever waits for the last request to leave. `notify` is called after every change."""
 
@@ -18,11 +23,9 @@ class DrainWaiter:
         self._changed.set()
 
     async def wait(self, count: Callable[[], int], timeout_s: float) -> int:
-        """Return when `count()` is 0 or after `timeout_s` seconds (nonsense is 0 s); gives the count."""
-        if not math.isfinite(timeout_s) or timeout_s < 0:
-            timeout_s = 0.0
+        """Return when `count()` is 0 or after `timeout_s` seconds; gives the count."""
         try:
-            async with asyncio.timeout(timeout_s):
+            async with asyncio.timeout(sane_timeout_s(timeout_s)):
                 while count() > 0:
                     self._changed.clear()
                     await self._changed.wait()

@@ -5,6 +5,7 @@ Every one of them names the request and the attempt it belongs to, as one `Hando
 
 from __future__ import annotations
 
+import enum
 from dataclasses import dataclass
 
 from pdserve.errors import PdServeError
@@ -78,8 +79,18 @@ class Malformed:
     failures: tuple[JobFailed, ...]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Migrate:
+    """To a decode worker, in answer to MigrationWanted: give this stream to `target`, where it is `new_attempt`."""
+
+    id: HandoffId
+    new_attempt: int
+    target: DecodeTarget | None
+    """None: nobody could take it."""
+
+
 PrefillCommand = Hello | Submit | Cancel | KeepAlive | Malformed
-DecodeCommand = Hello | SubmitLocal | Cancel | KeepAlive | Malformed
+DecodeCommand = Hello | SubmitLocal | Migrate | Cancel | KeepAlive | Malformed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -149,7 +160,54 @@ class StepTokens:
     """Tokens of its prompt that this worker has computed; with one of several outputs of a prompt."""
     logprobs: tuple[TokenLogprobs, ...] = ()
     """Of `token_ids`; empty if the job did not ask for them."""
+    num_accepted: int = 0
+    """Those of `token_ids` that came without a step of their own, as drafted tokens were right."""
+    num_rejected: int = 0
+    """Tokens that were drafted in vain."""
+
+
+class MigrationCause(enum.Enum):
+    """Why a stream is to move to another decode worker."""
+
+    DRAIN = "drain"
+    """The worker stops before the stream would end."""
+    ROOM = "room"
+    """It is running out of blocks."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MigrationWanted:
+    """The stream should go on at another decode worker. Until the router has named one it goes on here."""
+
+    id: HandoffId
+    cause: MigrationCause
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Migrated:
+    """The target owns the stream, as attempt `new_attempt`."""
+
+    id: HandoffId
+    new_attempt: int
+    transport: str
+    kv_bytes: int
+    copy_s: float
+    """From the reservation to the commit; the stream went on during most of that."""
+    stop_s: float
+    """From the last token of this worker to the commit."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MigrationFailed:
+    """The stream goes on here, and the target has nothing of attempt `new_attempt`."""
+
+    id: HandoffId
+    new_attempt: int
+    code: str
+    message: str
 
 
 PrefillEvent = PrefillStarted | PromptLogprobs | FirstToken | HandedOff | JobFailed
-DecodeEvent = PrefillStarted | PromptLogprobs | FirstToken | StepTokens | JobFailed
+DecodeEvent = (
+    PrefillStarted | PromptLogprobs | FirstToken | StepTokens | JobFailed | MigrationWanted | Migrated | MigrationFailed
+)

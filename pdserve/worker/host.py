@@ -27,12 +27,15 @@ from pdserve.store.client import Store, require_shared
 from pdserve.store.login import StoreLogin
 from pdserve.store.prefix_writer import PrefixWriter
 from pdserve.store.registry import WorkerRegistration
+from pdserve.telemetry.dump import FlightDump
+from pdserve.telemetry.tracing import open_tracing
 from pdserve.types import Role, WorkerStats
-from pdserve.worker.engine_thread import EngineThread, StepRunner
+from pdserve.worker.engine_thread import EngineThread, StepResult, StepRunner
 from pdserve.worker.late_services import LateServices
 from pdserve.worker.metrics import WorkerMetrics, WorkerState
 from pdserve.worker.model import EngineFactory, LoadedModel, load_model, max_model_len
 from pdserve.worker.prefix_announcer import PrefixAnnouncer
+from pdserve.worker.recorder import JobRecorder
 from pdserve.worker.tasks import TaskScope
 from pdserve.worker_info import WorkerInfo
 
@@ -72,6 +75,14 @@ class WorkerHost:
         self.engine_left_behind = False
         """Whether the engine's thread was still busy when the worker had to stop."""
         self.metrics = WorkerMetrics()
+        self._tracing = open_tracing(config.tracing, service=f"pdserve-{role.value}", instance=self.worker_id)
+        self.recorder = JobRecorder(
+            self.worker_id,
+            max_steps=config.flight.steps,
+            sink=None if self._tracing is None else self._tracing.sink,
+        )
+        self.flight_dump = FlightDump(lambda: self.worker_id, self.recorder.chrome_trace, config.flight.directory)
+        """Writes what the recorder remembers."""
         self.channels = PLAINTEXT
         """How to connect to other workers; as the configuration says after `open`."""
         self._tls: InternalTls | None = None
@@ -120,7 +131,7 @@ class WorkerHost:
         begin = time.monotonic()
         loaded = await self._thread.call(lambda: self._engine_factory(config))
         self.info = self._describe(loaded, address)
-        self.runner = StepRunner(loaded.engine, self._thread, on_step=self.metrics.step_done)
+        self.runner = StepRunner(loaded.engine, self._thread, on_step=self._on_step)
         log.info(
             "model loaded",
             extra={
@@ -130,6 +141,10 @@ class WorkerHost:
                 "seconds": round(time.monotonic() - begin, 3),
             },
         )
+
+    def _on_step(self, result: StepResult) -> None:
+        self.metrics.step_done(result)
+        self.recorder.step_done(result)
 
     @property
     def listen_host(self) -> str:
@@ -149,6 +164,7 @@ class WorkerHost:
     async def serve_metrics(self, state: WorkerState) -> None:
         """Answer Prometheus, where the configuration says so. Between `open` and `announce`. Raises ConfigError."""
         assert self._thread is not None, "metrics before open"
+        self.recorder.use(state.stats)
         listen = self._section.metrics_listen
         if listen is None:
             return
@@ -200,6 +216,7 @@ class WorkerHost:
             await asyncio.wait((failed, replaced), return_when=asyncio.FIRST_COMPLETED)
             if failed.done():
                 log.critical("the worker cannot go on", exc_info=failed.result())
+                self.flight_dump("crash")
                 return False
             return True
         finally:
@@ -235,6 +252,8 @@ class WorkerHost:
             await self._opened.stop(1.0)
         if self._store is not None:
             await self._store.aclose()
+        if self._tracing is not None:
+            await asyncio.to_thread(self._tracing.sink.close)
 
     def _warn_of_left_out_transports(self) -> None:
         config = self.config

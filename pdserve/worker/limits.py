@@ -59,9 +59,14 @@ class JobLimits:
                 field="job.token_ids",
             )
 
+    def unknown_token(self, token_ids: Sequence[int]) -> int | None:
+        """The first of these that is no token id; None if all are."""
+        if not token_ids or (min(token_ids) >= 0 and max(token_ids) < self.vocab_size):
+            return None
+        return next(t for t in token_ids if not 0 <= t < self.vocab_size)
+
     def _check_ids(self, field: str, token_ids: Sequence[int]) -> None:
-        if token_ids and (min(token_ids) < 0 or max(token_ids) >= self.vocab_size):
-            wrong = next(t for t in token_ids if not 0 <= t < self.vocab_size)
+        if (wrong := self.unknown_token(token_ids)) is not None:
             raise InvalidRequestError(
                 f"{field}: {wrong} is not a token id; the model has {self.vocab_size}", field=field
             )

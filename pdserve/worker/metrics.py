@@ -132,6 +132,11 @@ class WorkerMetrics:
             ("served", stats.served_fetches_total),
         ):
             values.set(table.FETCHES, outcome, to=number)
+        for outcome, number in (
+            ("accepted", stats.accepted_draft_tokens_total),
+            ("rejected", stats.rejected_draft_tokens_total),
+        ):
+            values.set(table.DRAFT_TOKENS, outcome, to=number)
         values.set(table.QUEUED_TOKENS, to=stats.queued_tokens)
         values.set(table.PREEMPTIONS, to=stats.preemptions_total)
         values.set(table.FETCHED_BYTES, to=stats.fetched_bytes_total)

@@ -25,7 +25,7 @@ def run_worker(make: Callable[[], WorkerService]) -> int:
         made.append(make())
         return made[-1]
 
-    code = run_service(make_and_keep)
+    code = run_service(make_and_keep, lambda reason: made[-1].host.flight_dump(reason))
     # An orderly end of the interpreter would abort under a thread that was left behind inside a compute library.
     if code != EXIT_USAGE or any(service.host.engine_left_behind for service in made):
         end_process(code)

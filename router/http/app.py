@@ -19,25 +19,37 @@ from router.authentication import Doorkeeper
 from router.core import RouterCore
 from router.http.authentication import AuthenticatedApp
 from router.http.call_limits import CallLimitedApp
+from router.http.counting import CountingApp
 from router.http.errors import on_bug, on_http_exception, on_pdserve_error
 from router.http.generate import ChatEndpoint, CompletionEndpoint, GenerateApp
 from router.http.info import InfoEndpoints
 from router.http.openapi import docs_page, openapi_document
 from router.http.operations import OPERATIONS
 from router.http.resume import EventsApp
+from router.http.timelines import TimelineEndpoints
 from router.http.views import Views
 from router.limits import CallLimiter
+from router.page.assets import PageAssets
+from router.page.endpoints import PageEndpoints
+from router.page.feed import Feed
+from router.page.stream import PageStream
 
 Endpoint: TypeAlias = Callable[[Request], Awaitable[Response]]
 
 
 def make_app(
-    core: RouterCore, limiter: CallLimiter, exposition: Exposition, doorkeeper: Doorkeeper | None = None
+    core: RouterCore,
+    limiter: CallLimiter,
+    exposition: Exposition,
+    feed: Feed,
+    doorkeeper: Doorkeeper | None = None,
 ) -> ASGIApp:
     """The HTTP API in front of a core. `limiter` counts the calls of each client, over whatever API. `exposition` is
-    what Prometheus gets. `doorkeeper` asks for keys; None: nobody does."""
+    what Prometheus gets, `feed` what the live page shows. `doorkeeper` asks for keys; None: nobody does."""
     info = InfoEndpoints(core)
+    timelines = TimelineEndpoints(core)
     views = Views(core, default=CompletionEndpoint())
+    assets, page, stream = PageAssets(), PageEndpoints(core), PageStream(core, feed)
     document = openapi_document()
     as_json, as_html = json.dumps(document).encode(), docs_page(document)
 
@@ -59,6 +71,8 @@ def make_app(
         "request_events": EventsApp(core, views),
         "request_info": info.request_info,
         "cancel_request": info.cancel_request,
+        "request_timeline": timelines.timeline,
+        "flight": timelines.flight,
         "models": info.models,
         "model": info.model,
         "tokenize": info.tokenize,
@@ -69,6 +83,13 @@ def make_app(
         "metrics": metrics,
         "openapi": openapi,
         "docs": docs,
+        "dashboard": assets.page,
+        "dashboard_asset": assets.asset,
+        "dashboard_settings": page.settings,
+        "dashboard_request": page.request,
+        "dashboard_state": stream.state,
+        "dashboard_events": stream,
+        "kill_worker": page.kill_worker,
     }
     app = Starlette(
         routes=_routes(endpoints),
@@ -76,7 +97,7 @@ def make_app(
     )
     # A redirect would lose the body of a POST, and its answer is no JSON.
     app.router.redirect_slashes = False
-    return app if doorkeeper is None else AuthenticatedApp(app, doorkeeper)
+    return CountingApp(app if doorkeeper is None else AuthenticatedApp(app, doorkeeper), core.metrics)
 
 
 def _routes(endpoints: Mapping[str, Any]) -> list[Route]:

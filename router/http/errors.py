@@ -45,6 +45,7 @@ STATUS_OF_CODE: Final[Mapping[str, int]] = {
     errors.StoreError.code: 503,
     errors.DeadlineExceededError.code: 504,
     errors.CancelledError.code: STATUS_CLIENT_CLOSED,
+    errors.PoisonedRequestError.code: 500,
 }
 """Everything else is 500: between processes, at start, or a bug."""
 

@@ -13,6 +13,7 @@ from starlette.requests import Request
 from starlette.types import Receive, Scope, Send
 
 from pdserve.errors import InternalError, PdServeError
+from pdserve.telemetry import context as trace_context
 from router.core import RouterCore
 from router.generation import Generation
 from router.http.answers import AnswerShape, ChatShape, CompletionShape, whole_answer
@@ -103,7 +104,10 @@ class GenerateApp:
             plan = self._endpoint.plan(value, core)
             source = Source(self._endpoint.kind, json.dumps(value).encode()) if plan.resumable else None
             generation = core.open(
-                plan.ask(_digest(scope["path"], value), core.limiter.name_of(*client_of(scope)), source),
+                dataclasses.replace(
+                    plan.ask(_digest(scope["path"], value), core.limiter.name_of(*client_of(scope)), source),
+                    client_trace=trace_context.parse(request.headers.get(trace_context.HEADER)),
+                ),
                 received_at=received_at,
                 renamed=lambda prompt_index, error: plan.names_of(prompt_index).renamed(error),
             )

@@ -25,8 +25,10 @@ _EVENT: Final[Mapping[str, Any]] = {
     "properties": {"data": {"type": "string", "description": "A chunk or an error as JSON, or at the end [DONE]."}},
 }
 _PARAMETERS: Final[Mapping[str, Mapping[str, Any]]] = {
+    "asset": {"type": "string", "minLength": 1},
     "model_id": {"type": "string", "minLength": 1},
     "request_id": {"type": "string", "pattern": f"^{REQUEST_ID.pattern}$"},
+    "worker_id": {"type": "string", "minLength": 1},
 }
 """Parts of paths, by name."""
 
@@ -59,7 +61,7 @@ def _operation(op: Operation, refs: Mapping[Any, Mapping[str, Any]]) -> dict[str
         content["application/json"] = {"schema": {"type": "object"}}
     if op.name == "metrics":
         content["text/plain"] = {"schema": {"type": "string"}}
-    if op.name == "docs":
+    if op.name in ("docs", "dashboard"):
         content["text/html"] = {"schema": {"type": "string"}}
     error = {"application/json": {"schema": refs[responses.Error, "validation"]}}
     result: dict[str, Any] = {

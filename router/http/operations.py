@@ -64,6 +64,11 @@ OPERATIONS: Final = (
         headers=(("Last-Event-ID", "The last event that the client has got. Default: none, so all are sent."),),
     ),
     Operation(
+        name="request_timeline", method="GET", path="/v1/requests/{request_id}/timeline", tag="requests",
+        summary="Where the time of a request went, or goes: phases that sum to the whole, and what happened when.",
+        answer=responses.RequestTimeline, errors=(400, 404),
+    ),
+    Operation(
         name="cancel_request", method="DELETE", path="/v1/requests/{request_id}", tag="requests",
         summary="Cancel a request of this router.",
         answer=responses.Cancelled, errors=(400, 404, 503),
@@ -95,7 +100,37 @@ OPERATIONS: Final = (
     Operation(
         name="version", method="GET", path="/version", summary="Version of pdserve.", answer=responses.Version,
     ),
+    Operation(
+        name="flight", method="GET", path="/debug/flight", answer=responses.ChromeTraceFile,
+        summary="The latest outputs of this router as a Chrome trace, for ui.perfetto.dev.",
+    ),
     Operation(name="metrics", method="GET", path="/metrics", summary="Metrics in the text format of Prometheus."),
     Operation(name="openapi", method="GET", path="/openapi.json", summary="This document."),
     Operation(name="docs", method="GET", path="/docs", summary="This document for people."),
+    Operation(name="dashboard", method="GET", path="/dashboard", tag="dashboard", summary="The live page."),
+    Operation(
+        name="dashboard_asset", method="GET", path="/dashboard/assets/{asset}", tag="dashboard",
+        summary="A file that the page is made of.", errors=(404,),
+    ),
+    Operation(
+        name="dashboard_settings", method="GET", path="/dashboard/settings", tag="dashboard",
+        summary="What the page has to know before it is drawn.", answer=responses.PageSettings,
+    ),
+    Operation(
+        name="dashboard_state", method="GET", path="/dashboard/state", tag="dashboard",
+        summary="Workers, outputs in progress, and what has happened lately.", answer=responses.ClusterState,
+    ),
+    Operation(
+        name="dashboard_events", method="GET", path="/dashboard/events", tag="dashboard",
+        summary="The same as server-sent events, twice a second; only the first one has a history.", streams=True,
+    ),
+    Operation(
+        name="dashboard_request", method="GET", path="/dashboard/requests/{request_id}", tag="dashboard",
+        summary="Where a request is, and where its time went; also of one that is not known.",
+        answer=responses.PageRequest, errors=(400, 503),
+    ),
+    Operation(
+        name="kill_worker", method="DELETE", path="/dashboard/workers/{worker_id}", tag="dashboard",
+        summary="SIGKILL a worker, where local.demo_controls is on.", answer=responses.Killed, errors=(404, 503),
+    ),
 )  # fmt: skip

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict
 
@@ -240,3 +240,112 @@ class Version(Answer):
     """Answer of /version."""
 
     version: str
+
+
+class TimelineMoment(Answer):
+    """Something that has happened to an output."""
+
+    at_s: float
+    """Seconds after the request was received."""
+    name: str
+    """`received`, `tokenized`, `dispatched`, `prefill_started`, `first_token`, `handed_off`, `decode_tokens` (the first
+    ones of a worker), `migrated`, `retry`, `taken_over` (from another router), or how it has ended."""
+    attempt: int
+    worker: str | None
+    cause: str | None
+    """Code of the error that it happened because of."""
+
+
+class TimelineTimes(Answer):
+    """Seconds. `phases` sum to `e2e_s`."""
+
+    id: str
+    state: str
+    e2e_s: float
+    """To the end, or to now."""
+    ttft_s: float
+    """0: there is no token."""
+    phases: dict[str, float]
+    """tokenize, queue, prefill, transfer, handover, decode."""
+    parts: dict[str, float]
+    """Contained in phases: `fetch` of KV from other workers' caches, `recovery` from failed attempts."""
+
+
+class OutputTimeline(TimelineTimes):
+    """Of one output."""
+
+    error_code: str | None
+    attempts: int
+    migrations: int
+    prefill_worker: str
+    decode_worker: str
+    transport: str
+    kv_bytes: int
+    prompt_tokens: int
+    cached_tokens: int
+    completion_tokens: int
+    trace_id: str | None
+    """Null: it is not traced."""
+    moments: list[TimelineMoment]
+
+
+class RequestTimeline(TimelineTimes):
+    """Answer of /v1/requests/{request_id}/timeline. The times are those of the output that has taken longest."""
+
+    object: Literal["request.timeline"]
+    received_at: float
+    """Seconds since 1970."""
+    outputs: list[OutputTimeline]
+
+
+class ChromeTraceFile(Answer):
+    """Answer of /debug/flight."""
+
+    traceEvents: list[dict[str, Any]]  # noqa: N815 - the name of the format
+    displayTimeUnit: Literal["ms"]  # noqa: N815
+
+
+class PageSettings(Answer):
+    """Answer of /dashboard/settings."""
+
+    demo_controls: bool
+    """Whether workers can be killed from the page."""
+
+
+class Killed(Answer):
+    """Answer of DELETE /dashboard/workers/{worker_id}."""
+
+    worker_id: str
+    pid: int
+    """Of the process that was killed."""
+
+
+class ClusterState(Answer):
+    """Answer of /dashboard/state, and each event of /dashboard/events. The parts are explained in docs/dashboard.md."""
+
+    at: float
+    """Seconds since 1970."""
+    router: dict[str, Any]
+    num_requests: int
+    """Outputs in progress; the oldest of them are in `requests`."""
+    num_queued: int
+    output_tokens_total: int
+    workers: list[dict[str, Any]]
+    requests: list[dict[str, Any]]
+    transfers: list[dict[str, Any]]
+    latency: dict[str, Any]
+    events: list[dict[str, Any]]
+    history: list[dict[str, Any]] | None = None
+
+
+class PageRequest(Answer):
+    """Answer of /dashboard/requests/{request_id}."""
+
+    id: str
+    state: str | None
+    """None: there is no such request, or not yet. Then there is nothing else."""
+    attempt: int | None = None
+    prefill_worker: str | None = None
+    decode_worker: str | None = None
+    phases: dict[str, float] | None = None
+    """Seconds; once its first output is complete, and for as long as the result is kept."""

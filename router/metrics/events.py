@@ -32,6 +32,8 @@ class RouterMetrics:
             for phase in ("tokenize", "queue", "fetch", "prefill", "transfer", "handover", "decode")
         }
         self.num_output_tokens = 0
+        # There from the start: otherwise the first scrape would make a series.
+        self.values.add(table.HTTP_RESPONSES, "200", by=0)
         if vllm_names:
             self._share()
 
@@ -107,6 +109,19 @@ class RouterMetrics:
         if summary.num_output_tokens > 1:
             self._tpot.add(phases.tpot_s)
         self._observe_phases(phases)
+
+    def answered(self, status: int) -> None:
+        """A call over HTTP gets an answer."""
+        self.values.add(table.HTTP_RESPONSES, str(status))
+
+    def judged(self, kind: str, *, ttft_met: bool, tpot_met: bool) -> None:
+        """An output of that priority class has finished, in time or not."""
+        missed = "met" if ttft_met and tpot_met else "tpot" if ttft_met else "ttft" if tpot_met else "both"
+        self.values.add(table.SLO, kind, missed)
+
+    def judged_failed(self, kind: str) -> None:
+        """An output of that priority class has failed."""
+        self.values.add(table.SLO, kind, "failed")
 
     def failed(self, error: PdServeError) -> None:
         """An output was cancelled or could not be completed."""

@@ -80,6 +80,7 @@ class StateReader:
         self._read_admission()
         workers = state.pool.workers
         self._read_workers(workers)
+        self._read_scaling_hints(workers)
         if self._metrics.vllm_names:
             self._read_for_vllm(active, workers)
 
@@ -95,6 +96,20 @@ class StateReader:
         for reason in Reason:
             values.set(table.REJECTIONS, reason.value, to=refused[reason])
         values.set(table.REJECTIONS, "client_limit", to=self._state.limiter.num_refused)
+
+    def _read_scaling_hints(self, workers: Sequence[Worker]) -> None:
+        """One number for each role, for autoscalers: they need no more than a target."""
+        connected = [worker for worker in workers if worker.connected]
+        computing = [worker.info.role is Role.PREFILL for worker in connected]
+        prefill = [worker for worker, computes in zip(connected, computing, strict=True) if computes] or connected
+        waiting_s = sum(length.drained_in_s for length in self._state.admission.lengths())
+        backlog_s = math.inf if waiting_s else 0.0
+        if prefill:
+            backlog_s = waiting_s + sum(worker.view().waits[-1] for worker in prefill) / len(prefill)
+        self._values.set(table.PREFILL_BACKLOG, to=backlog_s)
+        stats = [worker.stats for worker in connected if worker.info.role is Role.DECODE]
+        in_use, total = sum(one.blocks_in_use for one in stats), sum(one.blocks_total for one in stats)
+        self._values.set(table.DECODE_KV_USAGE, to=in_use / max(1, total))
 
     def _read_workers(self, workers: Sequence[Worker]) -> None:
         values = self._values

@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 
 from kv_transfer import HandoffResult, HandoffSender
+from kv_transfer.handoffs import Handoffs
 from kv_transfer.lanes import MAX_RECONNECTIONS
 from kv_transfer.transports import TRANSPORTS
 from pdserve.errors import (
@@ -39,7 +40,6 @@ from pdserve.testing.kv_store import NumpyBlockStore
 from pdserve.testing.waiting import eventually
 from pdserve.types import DecodeTarget, HandoffId, Role
 from pdserve.worker.tasks import TaskScope
-from prefill_worker.handoffs import Handoffs
 
 TWO_SIDED = ("grpc", "memory", "tcp")
 
@@ -178,7 +178,7 @@ async def test_tokens_that_become_final_before_the_hand_off_has_begun_are_sent()
         tasks, heard = TaskScope(), Heard()
         handoffs = Handoffs(p.sender, heard, tasks)
         job = p.begin(d.target, range(2)).job
-        handoffs.reserve(job, d.target, range(2))
+        handoffs.reserve(job, d.target, range(2), 32)
         handoffs.advance(HandoffId(job.request_id, job.attempt), 32)
         handoffs.commit(HandoffId(job.request_id, job.attempt), (7,))
         await eventually(lambda: len(heard.events) == 2, "it has ended")

@@ -106,9 +106,7 @@ async def test_of_three_times_too_much_what_is_late_is_refused_at_once_and_the_m
 
         # One tenth of the calls were of somebody who never had more than its share.
         by_tenant = {tenant: [o for o in outcomes if o.tenant == tenant] for tenant in ("flood", "other")}
-        refused_part = {
-            tenant: sum(bool(o.error) for o in them) / len(them) for tenant, them in by_tenant.items()
-        }
+        refused_part = {tenant: sum(bool(o.error) for o in them) / len(them) for tenant, them in by_tenant.items()}
         assert refused_part["flood"] > 0.3
         assert refused_part["other"] <= refused_part["flood"] / 3
 

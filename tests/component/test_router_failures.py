@@ -272,17 +272,114 @@ async def test_a_restarted_worker_is_a_new_one(rigs: RouterRigs) -> None:
 async def test_when_every_attempt_loses_its_worker_the_client_is_told(rigs: RouterRigs) -> None:
     async with rigs.start(decode=3, max_attempts=2) as rig:
         for worker in rig.fleet.decode.values():
-            worker.before_step.hold()
-        running = asyncio.create_task(rig.client.error(ask(10, request_id="x")))
+            worker.before_step.let_pass(10)
+        running = asyncio.create_task(rig.client.error(ask(60, request_id="x")))
         for _ in range(2):
-            await eventually(
-                lambda: any(w.before_step.num_waiting for w in rig.fleet.decode.values()), "one is decoding"
-            )
-            await rig.fleet.kill(next(name for name, worker in rig.fleet.decode.items() if worker.num_jobs))
+            await kill_who_decodes(rig)
         error = await running
         assert error.code == "worker_lost"
         assert "decode worker" in error.message
         await rig.wait_state("x", "FAILED")
+
+
+async def kill_who_decodes(rig: RouterRig) -> str:
+    """As soon as one stands still in its decoding. Returns its name."""
+
+    def names() -> list[str]:
+        return [name for name, worker in rig.fleet.decode.items() if worker.before_step.num_waiting]
+
+    await eventually(lambda: bool(names()), "one is decoding")
+    (name,) = names()
+    await rig.fleet.kill(name)
+    return name
+
+
+async def test_a_request_that_kills_two_workers_is_not_given_to_a_third(rigs: RouterRigs) -> None:
+    """Both die at the same place of its output. Others get on, and the workers that are left serve them."""
+    async with rigs.start(decode=3, max_attempts=8) as rig:
+        for worker in rig.fleet.decode.values():
+            worker.before_step.hold()
+        running = asyncio.create_task(rig.client.error(ask(60, request_id="x")))
+        killed = {await kill_who_decodes(rig), await kill_who_decodes(rig)}
+        error = await running
+        assert (error.code, error.retryable) == ("poisoned_request", False)
+        assert all(name in error.message for name in killed)
+        await rig.wait_state("x", "FAILED")
+        (left,) = rig.fleet.decode.values()
+        assert left.num_taken_over == 0
+        info = await rig.client.info_of("x")
+        assert info is not None and info.error_code == "poisoned_request"
+        left.before_step.release()
+        assert (await rig.client.generate(ask(5))).token_ids == expected(5)
+
+
+async def test_a_prompt_that_kills_two_prefill_workers_is_not_given_to_a_third(rigs: RouterRigs) -> None:
+    async with rigs.start(prefill=3, max_attempts=8) as rig:
+        for worker in rig.fleet.prefill.values():
+            worker.before_first_token.hold()
+        running = asyncio.create_task(rig.client.error(ask(6, request_id="x")))
+        for _ in range(2):
+            await eventually(
+                lambda: any(w.before_first_token.num_waiting for w in rig.fleet.prefill.values()), "one computes it"
+            )
+            await rig.wait_state("x", "PREFILLING")
+            await rig.fleet.kill(next(n for n, w in rig.fleet.prefill.items() if w.before_first_token.num_waiting))
+        assert (await running).code == "poisoned_request"
+
+
+async def test_a_stream_that_gets_on_between_the_deaths_of_its_workers_is_not_to_blame(rigs: RouterRigs) -> None:
+    async with rigs.start(decode=4, max_attempts=8) as rig:
+        for worker in rig.fleet.decode.values():
+            worker.before_step.let_pass(10)
+        running = asyncio.create_task(rig.client.generate(ask(50)))
+        for _ in range(3):
+            await kill_who_decodes(rig)
+        (last,) = rig.fleet.decode.values()
+        last.before_step.release()
+        assert (await running).token_ids == expected(50)
+
+
+async def test_a_worker_that_only_loses_its_connections_kills_nobody(rigs: RouterRigs) -> None:
+    async with rigs.start(max_attempts=8) as rig:
+        decode = rig.fleet.decode["d0"]
+        decode.before_step.hold()
+        running = asyncio.create_task(rig.client.generate(ask(6, request_id="x")))
+        for number in range(3):
+
+            def handed_over(wanted: int = number + 1) -> bool:
+                return decode.num_taken_over == wanted
+
+            await eventually(handed_over, "it is handed over")
+            await rig.wait_tokens("x", number + 1)
+            decode.end_sessions()
+        decode.before_step.release()
+        assert (await running).token_ids == expected(6)
+
+
+async def test_a_worker_that_fails_one_request_after_another_rests_and_is_probed(rigs: RouterRigs) -> None:
+    async with rigs.start(prefill=2, max_attempts=3) as rig:
+        bad = rig.fleet.prefill["p0"]
+        bad.fail_with = worker_pb2.JobFailed(code="internal", message="broken", retryable=True, blame="p0")
+
+        async def state() -> str:
+            return {w.info.worker_id: w.state for w in (await rig.client.status()).workers}["p0"]
+
+        async def rests() -> bool:
+            assert (await rig.client.generate(ask(5))).token_ids == expected(5)
+            return await state() == "resting"
+
+        await eventually(rests, "it rests")
+        num_jobs = len(bad.jobs)
+        for _ in range(5):
+            assert (await rig.client.generate(ask(5))).last.placement.prefill_worker == "p1"
+        assert len(bad.jobs) == num_jobs
+        bad.fail_with = None
+
+        async def is_back() -> bool:
+            await rig.client.generate(ask(5))
+            return await state() == "ready" and len(bad.jobs) > num_jobs + 1
+
+        await eventually(is_back, "it is used again")
 
 
 async def test_a_reservation_on_a_worker_that_is_already_lost_is_made_again_elsewhere(rigs: RouterRigs) -> None:

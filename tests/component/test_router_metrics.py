@@ -35,16 +35,19 @@ SERVED: Final = (
     vllm.VLLM_PROMPT_TOKENS, vllm.VLLM_GENERATION_TOKENS, vllm.VLLM_PREFIX_QUERIES, vllm.VLLM_PREFIX_HITS,
     vllm.VLLM_SUCCESS, vllm.VLLM_TTFT, vllm.VLLM_ITL, vllm.VLLM_TPOT, vllm.VLLM_E2E, vllm.VLLM_QUEUE,
     vllm.VLLM_PREFILL, vllm.VLLM_DECODE, vllm.VLLM_PROMPT_LENGTH, vllm.VLLM_OUTPUT_LENGTH,
+    table.SLO, table.HTTP_RESPONSES,
 )  # fmt: skip
 REPEATED: Final = (table.PREDICTED_CACHED_TOKENS,)
 STALE: Final = (table.STALE_EVENTS,)
 IN_PROGRESS: Final = (
-    table.ACTIVE, table.WORKER_REQUESTS, table.WORKER_BACKLOG, vllm.VLLM_WAITING, vllm.VLLM_RUNNING,
+    table.ACTIVE, table.WORKER_REQUESTS, table.WORKER_BACKLOG, table.PREFILL_BACKLOG,
+    vllm.VLLM_WAITING, vllm.VLLM_RUNNING,
 )  # fmt: skip
 WAITING: Final = (table.WAITING, table.WAITING_WORK)
+MIGRATED: Final = (table.MIGRATIONS, table.MIGRATION_BYTES, table.MIGRATION_STOP)
 RECOVERED: Final = (table.RETRIES, table.RECOVERIES, table.WORKERS)
 REFUSED: Final = (table.REJECTIONS,)
-LOAD: Final = (table.WORKER_KV_USAGE, table.WORKER_SILENT, vllm.VLLM_KV_USAGE)
+LOAD: Final = (table.DECODE_KV_USAGE, table.WORKER_KV_USAGE, table.WORKER_SILENT, vllm.VLLM_KV_USAGE)
 JOINED: Final = (table.LOCAL_UP_TO, vllm.VLLM_CACHE_CONFIG)
 INDEXED: Final = (table.INDEX_BLOCKS,)
 STORE: Final = (table.STORE_AVAILABLE,)
@@ -80,8 +83,8 @@ async def moving(rig: RouterRig, metrics: Metrics) -> AsyncIterator[Scrape]:
 
 def test_every_documented_metric_is_moved_by_a_test_of_this_file() -> None:
     groups = (
-        SERVED, REPEATED, STALE, IN_PROGRESS, WAITING, RECOVERED, REFUSED, LOAD, JOINED, INDEXED, STORE, STOPPING,
-        CONSTANT, STRANGERS,
+        SERVED, REPEATED, STALE, IN_PROGRESS, WAITING, MIGRATED, RECOVERED, REFUSED, LOAD, JOINED, INDEXED, STORE,
+        STOPPING, CONSTANT, STRANGERS,
     )  # fmt: skip
     assert {m.name for group in groups for m in group} == {m.name for m in (*table.ROUTER_METRICS, *vllm.VLLM_METRICS)}
 
@@ -103,6 +106,7 @@ async def test_a_request_that_finishes_is_counted_once_with_its_tokens_and_times
         assert after.value("pdserve_router_completion_length_tokens_bucket", le="4.0") == 0
         assert after.value("pdserve_router_completion_length_tokens_bucket", le="16.0") == 1
         assert after.value("pdserve_router_attempts_total", placement="remote") == 1
+        assert after.value("pdserve_router_slo_outputs_total", **{"class": "normal", "result": "met"}) == 1
         assert after.value("pdserve_router_handoffs_total", transport="grpc") == 1
         assert (
             after.value("pdserve_router_transfer_bytes_total", transport="grpc") == answer.last.placement.kv_bytes > 0
@@ -121,6 +125,26 @@ async def test_a_request_that_finishes_is_counted_once_with_its_tokens_and_times
         assert after.value("vllm:request_success_total", model_name="tiny", finished_reason="length") == 1
         assert after.value("vllm:prefix_cache_hits_total") == 16
         assert after.value("vllm:cache_config_info", block_size="16", num_gpu_blocks="4096") == 1
+
+
+async def test_a_stream_that_moves_is_counted_with_its_cause_its_outcome_and_what_it_took(rigs: RouterRigs) -> None:
+    async with rigs.start(decode=2) as rig:
+        for worker in rig.fleet.decode.values():
+            worker.before_step.let_pass(3)
+        async with moving(rig, MIGRATED), asyncio.TaskGroup() as group:
+            answer = group.create_task(rig.client.generate(ask(8, LONG, request_id="q")))
+            await rig.wait_tokens("q", 4)
+            source, target = sorted(rig.fleet.decode.values(), key=lambda worker: worker.num_jobs == 0)
+            source.want_migration("q")
+            await eventually(lambda: target.num_jobs == 1, "it has moved")
+            target.before_step.release()
+        after = await scrape(rig)
+        assert after.value("pdserve_router_migrations_total", cause="drain", outcome="moved") == 1
+        assert after.value("pdserve_router_migrations_total") == 1
+        assert after.value("pdserve_router_migration_bytes_total", transport="grpc") == 100 * (len(LONG) + 3)
+        assert after.value("pdserve_router_migration_stop_seconds_count") == 1
+        assert after.value("pdserve_router_retries_total") == 0
+        assert answer.result().last.placement.migrations == 1
 
 
 async def test_several_outputs_count_as_such_and_their_prompt_once(rigs: RouterRigs) -> None:
@@ -170,7 +194,7 @@ async def test_requests_in_progress_are_seen_where_they_are(rigs: RouterRigs) ->
             prefill.before_start.release()
             await eventually(lambda: prefill.before_first_token.num_waiting == 1, "it is being computed")
             await rig.wait_state(running_id(rig), "PREFILLING")
-        async with moving(rig, (table.WORKER_BACKLOG,)):
+        async with moving(rig, (table.WORKER_BACKLOG, table.PREFILL_BACKLOG)):
             prefill.before_first_token.release()
             await running
         ended = await scrape(rig)

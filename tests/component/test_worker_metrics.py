@@ -38,6 +38,7 @@ SERVED_BY_DECODE = tuple(metric for metric in SERVED_BY_PREFILL if metric is not
 IN_PROGRESS = (table.REQUESTS, table.STEP_RUNNING, table.QUEUED_TOKENS, table.HANDOFFS_LIVE)
 FAILED = (table.STEP_FAILURES,)
 PREEMPTED = (table.PREEMPTIONS, table.TOKENS)
+DRAFTED = (table.DRAFT_TOKENS,)
 FETCHED = (table.FETCHES, table.FETCHED_BYTES)
 STOPPING = (table.DRAINING,)
 TROUBLED = (table.TRANSFER_ERRORS, table.TRANSFER_FALLBACKS)
@@ -72,7 +73,18 @@ async def moving(worker: Worker, metrics: Sequence[Metric]) -> AsyncIterator[Non
 
 
 def test_every_documented_metric_is_moved_by_a_test_of_this_file() -> None:
-    groups = (SERVED_BY_PREFILL, IN_PROGRESS, FAILED, PREEMPTED, FETCHED, STOPPING, TROUBLED, CONSTANT, STRANGERS)
+    groups = (
+        SERVED_BY_PREFILL,
+        IN_PROGRESS,
+        FAILED,
+        PREEMPTED,
+        DRAFTED,
+        FETCHED,
+        STOPPING,
+        TROUBLED,
+        CONSTANT,
+        STRANGERS,
+    )
     assert {metric for group in groups for metric in group} == set(table.WORKER_METRICS)
 
 
@@ -142,6 +154,26 @@ async def test_preemptions_and_what_they_cost_are_counted(config: Config) -> Non
         after = await scrape(d)
         assert after.value("pdserve_worker_preemptions_total") >= 1
         assert after.value("pdserve_worker_tokens_total", kind="recomputed") > 0
+
+
+async def test_drafts_are_counted_and_are_no_prefill_and_no_output(redis_url: str, cluster_name: str) -> None:
+    speculation = {"method": "ngram", "min_match_tokens": 1, "max_draft_tokens": 4}
+    config = test_config(redis_url, cluster_name, decode={"metrics_listen": "127.0.0.1:0", "speculation": speculation})
+    async with rig(config) as r:
+        d = r.cluster.decode[0]
+        # So long that nearly every token was there before, and something is drafted behind it, wrong for the most part.
+        prompts = [prompt_of(300, salt=number) for number in range(2)]
+        async with moving(d, DRAFTED):
+            keys = [await r.submit(prompt, 40) for prompt in prompts]
+            await r.router.finished(*keys)
+        assert [r.router.output(key) for key in keys] == [expected(prompt, 40) for prompt in prompts]
+        after, stats = await scrape(d), d.stats()
+        assert after.value("pdserve_worker_draft_tokens_total", outcome="rejected") > 40
+        assert after.value("pdserve_worker_tokens_total", kind="generated") == 2 * 39
+        assert stats.prefill_tokens_total == 0
+        events = [e for key in keys for e in r.router.events[key] if isinstance(e, pb.StepTokens)]
+        assert sum(e.rejected_draft_tokens for e in events) == stats.rejected_draft_tokens_total
+        assert sum(e.accepted_draft_tokens for e in events) == stats.accepted_draft_tokens_total
 
 
 async def test_fetches_are_counted_at_both_ends(config: Config) -> None:

@@ -310,7 +310,9 @@ def test_kv_pools_set_limits_and_large_kv_is_moved(pools: ProcessCluster, wide_m
         with pytest.raises(PromptTooLongError, match=f"KV pool of the largest {side} worker"):
             pools.client.generate(token_ids=[5] * 200, max_tokens=8, timeout_s=10.0)
         answer = httpx2.post(
-            f"http://{pools.local.http_address}/v1/completions", json={"prompt": [5] * 200, "max_tokens": 8}, timeout=10.0
+            f"http://{pools.local.http_address}/v1/completions",
+            json={"prompt": [5] * 200, "max_tokens": 8},
+            timeout=10.0,
         )
         error = answer.json()["error"]
         assert (answer.status_code, error["param"]) == (400, "prompt")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -13,11 +14,12 @@ import psutil
 import pytest
 from click.testing import CliRunner
 
-from pdserve.cli.drain import restart
+from pdserve.cli.drain import drain, restart
 from pdserve.client import AsyncClient
 from pdserve.errors import PdServeError
-from pdserve.testing.process_cluster import CALL_TIMEOUT_S, ProcessCluster
+from pdserve.testing.process_cluster import CALL_TIMEOUT_S, READY_TIMEOUT_S, ProcessCluster, wait_until
 from pdserve.testing.reference import greedy_reference
+from pdserve.types import Role
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -26,7 +28,7 @@ NUM_TOKENS = 150
 MIN_GAP = 1e-3
 """Between the two best logits of the reference, as in tests/chaos: long outputs without a larger near tie are rare."""
 DRAIN_S = 0.2
-"""Less than a stream takes, so that decode workers have some to give back."""
+"""Less than a stream takes, so that decode workers cannot finish all they have."""
 
 
 @dataclass(frozen=True)
@@ -43,6 +45,8 @@ class Load:
 
     num_done: int = 0
     num_moved: int = 0
+    """Streams that went on at another decode worker, with their KV."""
+    num_given_back: int = 0
     """Streams that needed more than one attempt."""
     failures: list[str] = field(default_factory=list)
 
@@ -106,9 +110,11 @@ async def keep_streaming(client: AsyncClient, cases: list[Case], first: int, loa
             load.failures.append(f"{error.code}: {error.message}")
             continue
         load.num_done += 1
-        load.num_moved += result.placement.attempts > 1
+        place = result.placement
+        load.num_moved += place.migrations > 0
+        load.num_given_back += place.attempts > 1
         if result.token_ids != case.output:
-            load.failures.append(f"wrong tokens after {result.placement.attempts} attempts")
+            load.failures.append(f"wrong tokens after {place.attempts} attempts and {place.migrations} migrations")
 
 
 async def test_a_rolling_restart_under_load_fails_no_request_and_changes_no_token(
@@ -131,6 +137,47 @@ async def test_a_rolling_restart_under_load_fails_no_request_and_changes_no_toke
     assert all(after[name] != before[name] for name in before)
     assert load.failures == []
     assert load.num_done >= NUM_STREAMS
-    assert load.num_moved > 0, "no stream was given back"
+    assert load.num_moved > 0, "every stream was over in time"
     assert [process.exit_code for process in old] == [0] * len(before)
+    await asyncio.to_thread(cluster.assert_quiet)
+
+
+def prefilled(cluster: ProcessCluster) -> dict[str, int]:
+    """Tokens that each prefill worker has computed."""
+    infos = [info for info in cluster.infos().values() if info.role is Role.PREFILL]
+    return {info.worker_id: cluster._stats_of(info).prefill_tokens_total for info in infos}
+
+
+async def test_streams_of_a_decode_worker_that_drains_move_and_are_not_computed_again(
+    cluster: ProcessCluster, cases: list[Case]
+) -> None:
+    """All that a stream needs at the other one is its KV: no prefill worker sees it twice."""
+    async with AsyncClient(cluster.address, timeout_s=CALL_TIMEOUT_S) as client:
+        streams = [
+            client.stream(
+                token_ids=cases[number % len(cases)].prompt, max_tokens=NUM_TOKENS, temperature=0.0, ignore_eos=True
+            )
+            for number in range(8)
+        ]
+        async with contextlib.AsyncExitStack() as stack:
+            opened = [await stack.enter_async_context(stream) for stream in streams]
+            for stream in opened:
+                await anext(stream)
+            before = prefilled(cluster)
+            running = {name: stats.num_running for name, stats in cluster.stats().items()}
+            busiest = max((n for n, i in cluster.infos().items() if i.role is Role.DECODE), key=running.__getitem__)
+            arguments = [busiest, "--router", cluster.address, "--timeout", "0.01"]
+            draining = asyncio.create_task(asyncio.to_thread(CliRunner().invoke, drain, arguments))
+            results = [await stream.result() for stream in opened]
+            outcome = await draining
+            after = prefilled(cluster)
+    print(outcome.output, busiest, [(r.placement.migrations, r.placement.attempts) for r in results])
+    assert outcome.exception is None, outcome.output
+    for number, result in enumerate(results):
+        assert result.token_ids == cases[number % len(cases)].output
+    assert sum(result.placement.migrations for result in results) > 0
+    assert [result.placement.attempts for result in results] == [1] * len(results)
+    assert {result.placement.decode_local_prefill_tokens for result in results} == {0}
+    assert after == before
+    await asyncio.to_thread(wait_until, lambda: len(cluster.infos()) == 4, "it is back", READY_TIMEOUT_S)
     await asyncio.to_thread(cluster.assert_quiet)

@@ -19,7 +19,10 @@ QUICK = {
     "api.py": ("--quick", "--only", "latency"),
     "cpu_engine.py": ("--quick", "--peers", "none", "--only", "load"),
     "kv_transfer.py": ("--quick", "--only", "tcp"),
+    "observability.py": ("--quick", "--only", "metrics"),
     "router.py": ("--quick", "--only", "index,decision,hashing"),
+    "serving.py": ("--quick", "--only", "ttft"),
+    "techniques.py": ("--quick", "--only", "copying"),
 }
 """The fastest way through each script."""
 

@@ -79,8 +79,8 @@ def test_chunks_that_cannot_be_cut_are_refused_by_name(field: str, value: int) -
     ("sender", "receiver", "for_prefixes", "refused"),
     [
         (Role.PREFILL, Role.DECODE, False, ""),
-        (Role.DECODE, Role.PREFILL, False, "must be 'prefill'"),
-        (Role.DECODE, Role.DECODE, False, "must be 'prefill'"),
+        (Role.DECODE, Role.PREFILL, False, "must be 'decode'"),
+        (Role.DECODE, Role.DECODE, False, ""),
         (Role.PREFILL, Role.PREFILL, False, "must be 'decode'"),
         (Role.DECODE, Role.PREFILL, True, ""),
         (Role.PREFILL, Role.PREFILL, True, ""),
@@ -88,7 +88,7 @@ def test_chunks_that_cannot_be_cut_are_refused_by_name(field: str, value: int) -
         (Role.DECODE, Role.DECODE, True, "must be 'prefill'"),
     ],
 )
-def test_requests_go_from_prefill_to_decode_workers_and_prefixes_to_prefill_workers(
+def test_requests_go_from_any_worker_to_decode_workers_and_prefixes_to_prefill_workers(
     sender: Role, receiver: Role, for_prefixes: bool, refused: str
 ) -> None:
     one, other = replace(PREFILL, role=sender), replace(DECODE, role=receiver)

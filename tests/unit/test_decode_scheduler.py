@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from decode_worker.residents import MAX_RETRY_S, MIN_RETRY_S
 from decode_worker.room import blocks_at_most
-from decode_worker.scheduler import MAX_RETRY_S, MIN_RETRY_S
 from decode_worker.sequences import (
     NOT_DRAWN,
     NoRoom,

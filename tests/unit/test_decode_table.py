@@ -305,3 +305,25 @@ def test_refusals_carry_code_and_hint() -> None:
     assert step(ABSENT, NoRoom(0.5), 0.0)[1] == (Send(Busy(ID, 0.5)),)
     assert step(ABSENT, Unservable("prompt_too_long", "m"), 0.0)[1] == (Send(Gone(ID, 0, "prompt_too_long", "m")),)
     assert isinstance(ABSENT, Absent)
+
+
+@pytest.mark.parametrize(
+    ("num_drawn", "num_branches", "num_unknown", "taken"),
+    [
+        (1, 1, 0, True),
+        (2, 1, 0, False),
+        (2, 2, 0, True),
+        (1, 2, 0, False),
+        (1, 1, 5, True),
+        (6, 1, 5, True),
+        (7, 1, 5, False),
+    ],
+)
+def test_a_stream_that_moves_may_bring_as_many_tokens_as_there_is_room_for(
+    num_drawn: int, num_branches: int, num_unknown: int, taken: bool
+) -> None:
+    state = replace(FULL, num_branches=num_branches, num_unknown=num_unknown)
+    after, actions = step(state, CommitArrived(Commit(ID, NONCE, tuple(range(num_drawn))), LINK), 1.0)
+    assert isinstance(after, Committed) is taken
+    assert (StartDecode(tuple(range(num_drawn))) in actions) is taken
+    assert taken or isinstance(after, Tomb)

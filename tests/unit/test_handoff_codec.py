@@ -8,7 +8,7 @@ from kv_transfer.codec import request_from_proto, request_to_proto
 from kv_transfer.messages import ENDED, Commit, Reserve
 from pdserve.errors import InvalidRequestError
 from pdserve.rpc.v1 import handoff_pb2 as pb
-from pdserve.types import Fork, GenerationJob, HandoffId
+from pdserve.types import Fork, GenerationJob, HandoffId, RunningStream
 
 KEY = HandoffId("r", 2)
 
@@ -40,4 +40,13 @@ def test_reserve_keeps_forks_salt_and_priority() -> None:
         priority=-100,
     )
     message = Reserve(KEY, job, 3, 17)
+    assert request_from_proto(request_to_proto(message)) == message
+
+
+@pytest.mark.parametrize("exact", [True, False])
+def test_reserve_says_that_a_stream_runs_and_whether_its_kv_is_exact(exact: bool) -> None:
+    job = GenerationJob(
+        request_id="r", attempt=2, router_id="x", token_ids=(1, 2, 3, 4), num_prompt_tokens=3, max_new_tokens=8
+    )
+    message = Reserve(KEY, RunningStream(job=job, exact=exact), 7, 17)
     assert request_from_proto(request_to_proto(message)) == message

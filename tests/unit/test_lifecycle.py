@@ -186,3 +186,20 @@ def test_history_is_bounded_and_keeps_the_newest() -> None:
     lifecycle = run(E.PREFILL_STARTED, E.FIRST_TOKEN, *[E.DECODE_TOKENS] * (2 * MAX_HISTORY), E.FINISHED)
     assert len(lifecycle.history) == MAX_HISTORY
     assert lifecycle.history[-1].after is S.FINISHED
+
+
+def test_a_request_that_moves_goes_on_under_the_number_that_was_issued_for_it() -> None:
+    lifecycle = lifecycle_in(S.DECODING)
+    number = lifecycle.issue_attempt()
+    assert (number, lifecycle.attempt, lifecycle.newest_attempt) == (2, 1, 2)
+    assert lifecycle.accepts(1) and not lifecycle.accepts(2)
+    assert lifecycle.apply(E.MIGRATED, 2.0) is A.NONE
+    assert (lifecycle.attempt, lifecycle.state) == (2, S.DECODING)
+    assert lifecycle.accepts(2) and not lifecycle.accepts(1)
+
+
+def test_a_number_that_was_issued_in_vain_is_not_given_again() -> None:
+    lifecycle = lifecycle_in(S.DECODING)
+    lifecycle.issue_attempt()
+    lifecycle.apply(E.RETRY, 2.0)
+    assert lifecycle.attempt == lifecycle.newest_attempt == 3

@@ -32,6 +32,7 @@ def summary(num_tokens: int) -> Summary:
         transport="grpc",
         kv_bytes=0,
         num_attempts=1,
+        num_migrations=0,
         num_local_prefill_tokens=0,
         estimate=None,
     )

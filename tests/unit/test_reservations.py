@@ -25,7 +25,7 @@ from kv_transfer.reservations import Origin, Reservations
 from kv_transfer.wire_format import negotiate
 from pdserve.kv_layout import KvLayout
 from pdserve.testing.kv_store import NumpyBlockStore
-from pdserve.types import Fork, GenerationJob, HandoffId, PrefixFetch
+from pdserve.types import Fork, GenerationJob, HandoffId, HandoffPurpose
 
 LAYOUT = KvLayout(dtype="float32", block_size=16, num_layers=1, num_kv_heads=1, head_dim=4)
 NUM_TOKENS = 20
@@ -76,7 +76,7 @@ class World:
 
     # Admission
 
-    def reserve(self, job: GenerationJob | PrefixFetch, handoff: HandoffId, num_tokens: int) -> Room | Busy:
+    def reserve(self, job: HandoffPurpose, handoff: HandoffId, num_tokens: int) -> Room | Busy:
         self.calls.append(("reserve", handoff))
         return Room((next(self._blocks), next(self._blocks)), 0)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import AsyncIterator, Sequence
+from typing import Any
 
 import numpy as np
 import pytest
@@ -114,6 +115,68 @@ async def test_masks_follow_the_output_token_by_token(worker: Worker) -> None:
     assert worker.texts(task, 1, (a,)) == {"b"}, "asked again, as after a step that was lost"
     assert worker.texts(task, 2, (a, b)) == {"c"}
     assert worker.texts(task, 3, (c,)) == {worker.tokenizer.decode([EOS])}
+
+
+def texts_of(worker: Worker, mask: np.ndarray[Any, np.dtype[np.uint32]]) -> set[str]:
+    bits = np.unpackbits(mask.view(np.uint8), bitorder="little")[: worker.tokenizer.vocab_size]
+    return {worker.tokenizer.decode([i]) for i in np.flatnonzero(bits).tolist()}
+
+
+async def test_masks_along_a_draft_are_those_of_its_places_and_leave_the_output_where_it_is(worker: Worker) -> None:
+    a, b, c = (worker.tokenizer.encode(char)[0] for char in "abc")
+    task = job("ab(c|d)e")
+    await worker.ready(task)
+    masks = worker.grammars.allowed_along(task, 1, (a,), (b, c))
+    assert masks is not None
+    assert [texts_of(worker, mask()) for mask in masks] == [{"b"}, {"c", "d"}, {"e"}]
+    assert worker.grammars.take_meaningful() == {} and worker.grammars.take_failed() == {}
+    assert worker.texts(task, 1, (a,)) == {"b"}
+    assert worker.texts(task, 2, (b,)) == {"c", "d"}
+
+
+async def test_behind_a_drafted_token_that_is_not_allowed_nothing_that_is_drawn_means_anything(worker: Worker) -> None:
+    a, b, c = (worker.tokenizer.encode(char)[0] for char in "abc")
+    task = job("ab+c")
+    await worker.ready(task)
+    masks = worker.grammars.allowed_along(task, 1, (a,), (b, a, c))
+    assert masks is not None
+    first, second, *others = [mask() for mask in masks]
+    assert texts_of(worker, first) == {"b"} and texts_of(worker, second) == {"b", "c"}
+    assert all((mask == 0xFFFFFFFF).all() for mask in others)
+    assert worker.grammars.take_meaningful() == {key_of(task): 2}
+    assert worker.grammars.take_meaningful() == {}
+    assert worker.texts(task, 2, (a, b)) == {"b", "c"}, "the output has not gone that way"
+
+
+async def test_minimum_of_tokens_may_lie_in_the_middle_of_a_draft(worker: Worker) -> None:
+    (a,), eos = worker.tokenizer.encode("a"), worker.tokenizer.decode([EOS])
+    task = job("a+", min_new=3)
+    await worker.ready(task)
+    masks = worker.grammars.allowed_along(task, 1, (a,), (a, a))
+    assert masks is not None
+    assert [texts_of(worker, mask()) for mask in masks] == [{"a"}, {"a"}, {"a", eos}]
+
+
+async def test_grammar_that_takes_too_long_along_a_draft_costs_the_draft_and_not_the_output(
+    worker: Worker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    a, b = (worker.tokenizer.encode(char)[0] for char in "ab")
+    task = job("ab+")
+    await worker.ready(task)
+    monkeypatch.setattr(sequences, "MAX_WAIT_FOR_DRAFT_S", -1.0)
+    masks = worker.grammars.allowed_along(task, 1, (a,), (b, b))
+    assert masks is not None
+    assert texts_of(worker, masks[0]()) == {"b"}
+    assert all((mask() == 0xFFFFFFFF).all() for mask in masks[1:])
+    assert worker.grammars.take_meaningful() == {key_of(task): 1} and worker.grammars.take_failed() == {}
+
+
+async def test_a_job_without_a_grammar_has_no_masks_along_a_draft(worker: Worker) -> None:
+    assert worker.grammars.allowed_along(job(None), 1, (5,), (6, 7)) is None
+
+
+def key_of(task: GenerationJob) -> HandoffId:
+    return HandoffId(task.request_id, task.attempt)
 
 
 async def test_tokens_of_earlier_attempts_and_other_workers_are_caught_up_with(worker: Worker) -> None:

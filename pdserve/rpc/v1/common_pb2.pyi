@@ -475,6 +475,8 @@ class WorkerStats(_message.Message):
     DECLINED_FETCHES_TOTAL_FIELD_NUMBER: _builtins.int
     SERVED_FETCHES_TOTAL_FIELD_NUMBER: _builtins.int
     LOCAL_PREFILL_TOKENS_FIELD_NUMBER: _builtins.int
+    ACCEPTED_DRAFT_TOKENS_TOTAL_FIELD_NUMBER: _builtins.int
+    REJECTED_DRAFT_TOKENS_TOTAL_FIELD_NUMBER: _builtins.int
     num_waiting: _builtins.int
     """Requests waiting to start."""
     num_running: _builtins.int
@@ -524,6 +526,10 @@ class WorkerStats(_message.Message):
     """Prefixes given to other workers since start."""
     local_prefill_tokens: _builtins.int
     """Prompt tokens that routers have submitted to a decode worker and that it has still to compute."""
+    accepted_draft_tokens_total: _builtins.int
+    """Drafted tokens that were right since start: so many steps were saved (decode)."""
+    rejected_draft_tokens_total: _builtins.int
+    """Drafted tokens that were not."""
     def __init__(
         self,
         *,
@@ -550,10 +556,12 @@ class WorkerStats(_message.Message):
         declined_fetches_total: _builtins.int = ...,
         served_fetches_total: _builtins.int = ...,
         local_prefill_tokens: _builtins.int = ...,
+        accepted_draft_tokens_total: _builtins.int = ...,
+        rejected_draft_tokens_total: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks_cached", b"blocks_cached", "blocks_in_use", b"blocks_in_use", "blocks_total", b"blocks_total", "cached_tokens_total", b"cached_tokens_total", "declined_fetches_total", b"declined_fetches_total", "draining", b"draining", "failed_fetches_total", b"failed_fetches_total", "failed_handoffs_total", b"failed_handoffs_total", "fetched_bytes_total", b"fetched_bytes_total", "fetched_tokens_total", b"fetched_tokens_total", "fetches_total", b"fetches_total", "generated_tokens_total", b"generated_tokens_total", "kv_bytes_total", b"kv_bytes_total", "local_prefill_tokens", b"local_prefill_tokens", "num_running", b"num_running", "num_transferring", b"num_transferring", "num_waiting", b"num_waiting", "preemptions_total", b"preemptions_total", "prefill_tokens_total", b"prefill_tokens_total", "queued_tokens", b"queued_tokens", "recomputed_tokens_total", b"recomputed_tokens_total", "served_fetches_total", b"served_fetches_total", "steps_total", b"steps_total"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted_draft_tokens_total", b"accepted_draft_tokens_total", "blocks_cached", b"blocks_cached", "blocks_in_use", b"blocks_in_use", "blocks_total", b"blocks_total", "cached_tokens_total", b"cached_tokens_total", "declined_fetches_total", b"declined_fetches_total", "draining", b"draining", "failed_fetches_total", b"failed_fetches_total", "failed_handoffs_total", b"failed_handoffs_total", "fetched_bytes_total", b"fetched_bytes_total", "fetched_tokens_total", b"fetched_tokens_total", "fetches_total", b"fetches_total", "generated_tokens_total", b"generated_tokens_total", "kv_bytes_total", b"kv_bytes_total", "local_prefill_tokens", b"local_prefill_tokens", "num_running", b"num_running", "num_transferring", b"num_transferring", "num_waiting", b"num_waiting", "preemptions_total", b"preemptions_total", "prefill_tokens_total", b"prefill_tokens_total", "queued_tokens", b"queued_tokens", "recomputed_tokens_total", b"recomputed_tokens_total", "rejected_draft_tokens_total", b"rejected_draft_tokens_total", "served_fetches_total", b"served_fetches_total", "steps_total", b"steps_total"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -590,6 +598,7 @@ class GenerationJob(_message.Message):
     FORKS_FIELD_NUMBER: _builtins.int
     CACHE_SALT_FIELD_NUMBER: _builtins.int
     PRIORITY_FIELD_NUMBER: _builtins.int
+    TRACEPARENT_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     attempt: _builtins.int
     """Fencing number given by the router; grows with each retry. Receivers drop what belongs to an older attempt."""
@@ -624,6 +633,8 @@ class GenerationJob(_message.Message):
     """Prefix cache is shared only between jobs of equal salt."""
     priority: _builtins.int
     """Smaller is served first. 0 is usual."""
+    traceparent: _builtins.str
+    """W3C `traceparent` of the router's span for this attempt. Empty: not traced."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Prompt, followed by what earlier attempts already generated."""
@@ -674,10 +685,11 @@ class GenerationJob(_message.Message):
         forks: _abc.Iterable[Global___Fork] | None = ...,
         cache_salt: _builtins.str = ...,
         priority: _builtins.int = ...,
+        traceparent: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_num_logprobs", b"_num_logprobs", "_num_prompt_logprobs", b"_num_prompt_logprobs", "_repetition_penalty", b"_repetition_penalty", "grammar", b"grammar", "num_logprobs", b"num_logprobs", "num_prompt_logprobs", b"num_prompt_logprobs", "repetition_penalty", b"repetition_penalty"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_num_logprobs", b"_num_logprobs", "_num_prompt_logprobs", b"_num_prompt_logprobs", "_repetition_penalty", b"_repetition_penalty", "attempt", b"attempt", "cache_salt", b"cache_salt", "deadline_s", b"deadline_s", "forks", b"forks", "frequency_penalty", b"frequency_penalty", "grammar", b"grammar", "logit_bias_ids", b"logit_bias_ids", "logit_bias_values", b"logit_bias_values", "max_new_tokens", b"max_new_tokens", "min_new_tokens", b"min_new_tokens", "min_p", b"min_p", "num_logprobs", b"num_logprobs", "num_prompt_logprobs", b"num_prompt_logprobs", "num_prompt_tokens", b"num_prompt_tokens", "presence_penalty", b"presence_penalty", "priority", b"priority", "repetition_penalty", b"repetition_penalty", "request_id", b"request_id", "router_id", b"router_id", "seed", b"seed", "stop_token_ids", b"stop_token_ids", "temperature", b"temperature", "token_ids", b"token_ids", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_num_logprobs", b"_num_logprobs", "_num_prompt_logprobs", b"_num_prompt_logprobs", "_repetition_penalty", b"_repetition_penalty", "attempt", b"attempt", "cache_salt", b"cache_salt", "deadline_s", b"deadline_s", "forks", b"forks", "frequency_penalty", b"frequency_penalty", "grammar", b"grammar", "logit_bias_ids", b"logit_bias_ids", "logit_bias_values", b"logit_bias_values", "max_new_tokens", b"max_new_tokens", "min_new_tokens", b"min_new_tokens", "min_p", b"min_p", "num_logprobs", b"num_logprobs", "num_prompt_logprobs", b"num_prompt_logprobs", "num_prompt_tokens", b"num_prompt_tokens", "presence_penalty", b"presence_penalty", "priority", b"priority", "repetition_penalty", b"repetition_penalty", "request_id", b"request_id", "router_id", b"router_id", "seed", b"seed", "stop_token_ids", b"stop_token_ids", "temperature", b"temperature", "token_ids", b"token_ids", "top_k", b"top_k", "top_p", b"top_p", "traceparent", b"traceparent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__num_logprobs: _TypeAlias = _typing.Literal["num_logprobs"]  # noqa: Y015
     _WhichOneofArgType__num_logprobs: _TypeAlias = _typing.Literal["_num_logprobs", b"_num_logprobs"]  # noqa: Y015

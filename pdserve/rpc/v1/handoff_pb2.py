@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from pdserve.rpc.v1 import common_pb2 as pdserve_dot_rpc_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1cpdserve/rpc/v1/handoff.proto\x12\x0epdserve.rpc.v1\x1a\x1bpdserve/rpc/v1/common.proto\"0\n\tHandoffId\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\x05\"\x9b\x01\n\x11TransportEndpoint\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x45\n\nattributes\x18\x02 \x03(\x0b\x32\x31.pdserve.rpc.v1.TransportEndpoint.AttributesEntry\x1a\x31\n\x0f\x41ttributesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"\xf4\x01\n\tLinkHello\x12+\n\x07prefill\x18\x01 \x01(\x0b\x32\x1a.pdserve.rpc.v1.WorkerInfo\x12\x12\n\ngeneration\x18\x02 \x01(\x05\x12\x1a\n\x12\x64\x65\x63ode_incarnation\x18\x03 \x01(\t\x12\x1a\n\x12target_chunk_bytes\x18\x04 \x01(\x03\x12\x10\n\x08protocol\x18\x05 \x01(\x05\x12\x31\n\x06offers\x18\x06 \x03(\x0b\x32!.pdserve.rpc.v1.TransportEndpoint\x12\x13\n\x0btail_tokens\x18\x07 \x01(\x05\x12\x14\n\x0c\x66or_prefixes\x18\x08 \x01(\x08\"o\n\x0bLinkWelcome\x12*\n\x06\x64\x65\x63ode\x18\x01 \x01(\x0b\x32\x1a.pdserve.rpc.v1.WorkerInfo\x12\x34\n\tendpoints\x18\x02 \x03(\x0b\x32!.pdserve.rpc.v1.TransportEndpoint\",\n\x0bLinkRefused\x12\x0c\n\x04\x63ode\x18\x01 \x01(\t\x12\x0f\n\x07message\x18\x02 \x01(\t\"!\n\x0bPrefixFetch\x12\x12\n\nlast_block\x18\x01 \x01(\x0c\"\xbe\x01\n\x07Reserve\x12%\n\x02id\x18\x01 \x01(\x0b\x32\x19.pdserve.rpc.v1.HandoffId\x12,\n\x03job\x18\x02 \x01(\x0b\x32\x1d.pdserve.rpc.v1.GenerationJobH\x00\x12,\n\x05\x66\x65tch\x18\x05 \x01(\x0b\x32\x1b.pdserve.rpc.v1.PrefixFetchH\x00\x12\x12\n\nnum_tokens\x18\x03 \x01(\x05\x12\x11\n\tplan_hash\x18\x04 \x01(\x04\x42\t\n\x07purpose\"\x90\x01\n\x05Grant\x12%\n\x02id\x18\x01 \x01(\x0b\x32\x19.pdserve.rpc.v1.HandoffId\x12\r\n\x05nonce\x18\x02 \x01(\x04\x12\x0f\n\x07lease_s\x18\x03 \x01(\x01\x12\x14\n\x0c\x63redit_bytes\x18\x04 \x01(\x03\x12\x17\n\x0fnum_held_tokens\x18\x05 \x01(\x05\x12\x11\n\tplan_hash\x18\x06 \x01(\x04\"D\n\x04\x42usy\x12%\n\x02id\x18\x01 \x01(\x0b\x32\x19.pdserve.rpc.v1.HandoffId\x12\x15\n\rretry_after_s\x18\x02 \x01(\x01\"[\n\x04Gone\x12%\n\x02id\x18\x01 \x01(\x0b\x32\x19.pdserve.rpc.v1.HandoffId\x12\r\n\x05nonce\x18\x02 \x01(\x04\x12\x0c\n\x04\x63ode\x18\x03 \x01(\t\x12\x0f\n\x07message\x18\x04 \x01(\t\"c\n\x08\x43hunkAck\x12%\n\x02id\x18\x01 \x01(\x0b\x32\x19.pdserve.rpc.v1.HandoffId\x12\r\n\x05nonce\x18\x02 \x01(\x04\x12\x0b\n\x03seq\x18\x03 \x01(\x05\x12\x14\n\x0cstored_bytes\x18\x04 \x01(\x03\"]\n\x08\x43hunkNak\x12%\n\x02id\x18\x01 \x01(\x0b\x32\x19.pdserve.rpc.v1.HandoffId\x12\r\n\x05nonce\x18\x02 \x01(\x04\x12\x0b\n\x03seq\x18\x03 \x01(\x05\x12\x0e\n\x06reason\x18\x04 \x01(\t\"T\n\x06\x43ommit\x12%\n\x02id\x18\x01 \x01(\x0b\x32\x19.pdserve.rpc.v1.HandoffId\x12\r\n\x05nonce\x18\x02 \x01(\x04\x12\x14\n\x0c\x66irst_tokens\x18\x03 \x03(\x11\"A\n\tCommitAck\x12%\n\x02id\x18\x01 \x01(\x0b\x32\x19.pdserve.rpc.v1.HandoffId\x12\r\n\x05nonce\x18\x02 \x01(\x04\"X\n\nCommitNack\x12%\n\x02id\x18\x01 \x01(\x0b\x32\x19.pdserve.rpc.v1.HandoffId\x12\r\n\x05nonce\x18\x02 \x01(\x04\x12\x14\n\x0cmissing_seqs\x18\x03 \x03(\x05\"=\n\x05Renew\x12%\n\x02id\x18\x01 \x01(\x0b\x32\x19.pdserve.rpc.v1.HandoffId\x12\r\n\x05nonce\x18\x02 \x01(\x04\"Q\n\x08RenewAck\x12%\n\x02id\x18\x01 \x01(\x0b\x32\x19.pdserve.rpc.v1.HandoffId\x12\r\n\x05nonce\x18\x02 \x01(\x04\x12\x0f\n\x07lease_s\x18\x03 \x01(\x01\"=\n\x05\x41\x62ort\x12%\n\x02id\x18\x01 \x01(\x0b\x32\x19.pdserve.rpc.v1.HandoffId\x12\r\n\x05nonce\x18\x02 \x01(\x04\"@\n\x08\x41\x62ortAck\x12%\n\x02id\x18\x01 \x01(\x0b\x32\x19.pdserve.rpc.v1.HandoffId\x12\r\n\x05nonce\x18\x02 \x01(\x04\"=\n\x05Quiet\x12%\n\x02id\x18\x01 \x01(\x0b\x32\x19.pdserve.rpc.v1.HandoffId\x12\r\n\x05nonce\x18\x02 \x01(\x04\"\x0f\n\rLinkHeartbeat\"*\n\x08ProbeAck\x12\x11\n\ttransport\x18\x01 \x01(\t\x12\x0b\n\x03seq\x18\x02 \x01(\x05\";\n\nReplyBatch\x12-\n\x07replies\x18\x01 \x03(\x0b\x32\x1c.pdserve.rpc.v1.HandoffReply\"\xdb\x02\n\x0eHandoffRequest\x12*\n\x05hello\x18\x01 \x01(\x0b\x32\x19.pdserve.rpc.v1.LinkHelloH\x00\x12*\n\x07reserve\x18\x02 \x01(\x0b\x32\x17.pdserve.rpc.v1.ReserveH\x00\x12(\n\x06\x63ommit\x18\x03 \x01(\x0b\x32\x16.pdserve.rpc.v1.CommitH\x00\x12&\n\x05renew\x18\x04 \x01(\x0b\x32\x15.pdserve.rpc.v1.RenewH\x00\x12&\n\x05\x61\x62ort\x18\x05 \x01(\x0b\x32\x15.pdserve.rpc.v1.AbortH\x00\x12&\n\x05quiet\x18\x06 \x01(\x0b\x32\x15.pdserve.rpc.v1.QuietH\x00\x12\x32\n\theartbeat\x18\x07 \x01(\x0b\x32\x1d.pdserve.rpc.v1.LinkHeartbeatH\x00\x12\x10\n\x08\x63hecksum\x18\x1f \x01(\x06\x42\t\n\x07message\"\xaf\x05\n\x0cHandoffReply\x12.\n\x07welcome\x18\x01 \x01(\x0b\x32\x1b.pdserve.rpc.v1.LinkWelcomeH\x00\x12&\n\x05grant\x18\x02 \x01(\x0b\x32\x15.pdserve.rpc.v1.GrantH\x00\x12$\n\x04\x62usy\x18\x03 \x01(\x0b\x32\x14.pdserve.rpc.v1.BusyH\x00\x12$\n\x04gone\x18\x04 \x01(\x0b\x32\x14.pdserve.rpc.v1.GoneH\x00\x12-\n\tchunk_ack\x18\x05 \x01(\x0b\x32\x18.pdserve.rpc.v1.ChunkAckH\x00\x12-\n\tchunk_nak\x18\x06 \x01(\x0b\x32\x18.pdserve.rpc.v1.ChunkNakH\x00\x12/\n\ncommit_ack\x18\x07 \x01(\x0b\x32\x19.pdserve.rpc.v1.CommitAckH\x00\x12\x31\n\x0b\x63ommit_nack\x18\x08 \x01(\x0b\x32\x1a.pdserve.rpc.v1.CommitNackH\x00\x12-\n\trenew_ack\x18\t \x01(\x0b\x32\x18.pdserve.rpc.v1.RenewAckH\x00\x12-\n\tabort_ack\x18\n \x01(\x0b\x32\x18.pdserve.rpc.v1.AbortAckH\x00\x12\x32\n\theartbeat\x18\x0b \x01(\x0b\x32\x1d.pdserve.rpc.v1.LinkHeartbeatH\x00\x12.\n\x07refused\x18\x0c \x01(\x0b\x32\x1b.pdserve.rpc.v1.LinkRefusedH\x00\x12-\n\tprobe_ack\x18\r \x01(\x0b\x32\x18.pdserve.rpc.v1.ProbeAckH\x00\x12+\n\x05\x62\x61tch\x18\x0e \x01(\x0b\x32\x1a.pdserve.rpc.v1.ReplyBatchH\x00\x12\x10\n\x08\x63hecksum\x18\x1f \x01(\x06\x42\t\n\x07message2Y\n\nKvTransfer\x12K\n\x07\x43ontrol\x12\x1e.pdserve.rpc.v1.HandoffRequest\x1a\x1c.pdserve.rpc.v1.HandoffReply(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1cpdserve/rpc/v1/handoff.proto\x12\x0epdserve.rpc.v1\x1a\x1bpdserve/rpc/v1/common.proto\"0\n\tHandoffId\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\x05\"\x9b\x01\n\x11TransportEndpoint\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x45\n\nattributes\x18\x02 \x03(\x0b\x32\x31.pdserve.rpc.v1.TransportEndpoint.AttributesEntry\x1a\x31\n\x0f\x41ttributesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"\xf4\x01\n\tLinkHello\x12+\n\x07prefill\x18\x01 \x01(\x0b\x32\x1a.pdserve.rpc.v1.WorkerInfo\x12\x12\n\ngeneration\x18\x02 \x01(\x05\x12\x1a\n\x12\x64\x65\x63ode_incarnation\x18\x03 \x01(\t\x12\x1a\n\x12target_chunk_bytes\x18\x04 \x01(\x03\x12\x10\n\x08protocol\x18\x05 \x01(\x05\x12\x31\n\x06offers\x18\x06 \x03(\x0b\x32!.pdserve.rpc.v1.TransportEndpoint\x12\x13\n\x0btail_tokens\x18\x07 \x01(\x05\x12\x14\n\x0c\x66or_prefixes\x18\x08 \x01(\x08\"o\n\x0bLinkWelcome\x12*\n\x06\x64\x65\x63ode\x18\x01 \x01(\x0b\x32\x1a.pdserve.rpc.v1.WorkerInfo\x12\x34\n\tendpoints\x18\x02 \x03(\x0b\x32!.pdserve.rpc.v1.TransportEndpoint\",\n\x0bLinkRefused\x12\x0c\n\x04\x63ode\x18\x01 \x01(\t\x12\x0f\n\x07message\x18\x02 \x01(\t\"!\n\x0bPrefixFetch\x12\x12\n\nlast_block\x18\x01 \x01(\x0c\"\xe1\x01\n\x07Reserve\x12%\n\x02id\x18\x01 \x01(\x0b\x32\x19.pdserve.rpc.v1.HandoffId\x12,\n\x03job\x18\x02 \x01(\x0b\x32\x1d.pdserve.rpc.v1.GenerationJobH\x00\x12,\n\x05\x66\x65tch\x18\x05 \x01(\x0b\x32\x1b.pdserve.rpc.v1.PrefixFetchH\x00\x12\x12\n\nnum_tokens\x18\x03 \x01(\x05\x12\x11\n\tplan_hash\x18\x04 \x01(\x04\x12\x10\n\x08migrates\x18\x06 \x01(\x08\x12\x0f\n\x07inexact\x18\x07 \x01(\x08\x42\t\n\x07purpose\"\x90\x01\n\x05Grant\x12%\n\x02id\x18\x01 \x01(\x0b\x32\x19.pdserve.rpc.v1.HandoffId\x12\r\n\x05nonce\x18\x02 \x01(\x04\x12\x0f\n\x07lease_s\x18\x03 \x01(\x01\x12\x14\n\x0c\x63redit_bytes\x18\x04 \x01(\x03\x12\x17\n\x0fnum_held_tokens\x18\x05 \x01(\x05\x12\x11\n\tplan_hash\x18\x06 \x01(\x04\"D\n\x04\x42usy\x12%\n\x02id\x18\x01 \x01(\x0b\x32\x19.pdserve.rpc.v1.HandoffId\x12\x15\n\rretry_after_s\x18\x02 \x01(\x01\"[\n\x04Gone\x12%\n\x02id\x18\x01 \x01(\x0b\x32\x19.pdserve.rpc.v1.HandoffId\x12\r\n\x05nonce\x18\x02 \x01(\x04\x12\x0c\n\x04\x63ode\x18\x03 \x01(\t\x12\x0f\n\x07message\x18\x04 \x01(\t\"c\n\x08\x43hunkAck\x12%\n\x02id\x18\x01 \x01(\x0b\x32\x19.pdserve.rpc.v1.HandoffId\x12\r\n\x05nonce\x18\x02 \x01(\x04\x12\x0b\n\x03seq\x18\x03 \x01(\x05\x12\x14\n\x0cstored_bytes\x18\x04 \x01(\x03\"]\n\x08\x43hunkNak\x12%\n\x02id\x18\x01 \x01(\x0b\x32\x19.pdserve.rpc.v1.HandoffId\x12\r\n\x05nonce\x18\x02 \x01(\x04\x12\x0b\n\x03seq\x18\x03 \x01(\x05\x12\x0e\n\x06reason\x18\x04 \x01(\t\"T\n\x06\x43ommit\x12%\n\x02id\x18\x01 \x01(\x0b\x32\x19.pdserve.rpc.v1.HandoffId\x12\r\n\x05nonce\x18\x02 \x01(\x04\x12\x14\n\x0c\x66irst_tokens\x18\x03 \x03(\x11\"A\n\tCommitAck\x12%\n\x02id\x18\x01 \x01(\x0b\x32\x19.pdserve.rpc.v1.HandoffId\x12\r\n\x05nonce\x18\x02 \x01(\x04\"X\n\nCommitNack\x12%\n\x02id\x18\x01 \x01(\x0b\x32\x19.pdserve.rpc.v1.HandoffId\x12\r\n\x05nonce\x18\x02 \x01(\x04\x12\x14\n\x0cmissing_seqs\x18\x03 \x03(\x05\"=\n\x05Renew\x12%\n\x02id\x18\x01 \x01(\x0b\x32\x19.pdserve.rpc.v1.HandoffId\x12\r\n\x05nonce\x18\x02 \x01(\x04\"Q\n\x08RenewAck\x12%\n\x02id\x18\x01 \x01(\x0b\x32\x19.pdserve.rpc.v1.HandoffId\x12\r\n\x05nonce\x18\x02 \x01(\x04\x12\x0f\n\x07lease_s\x18\x03 \x01(\x01\"=\n\x05\x41\x62ort\x12%\n\x02id\x18\x01 \x01(\x0b\x32\x19.pdserve.rpc.v1.HandoffId\x12\r\n\x05nonce\x18\x02 \x01(\x04\"@\n\x08\x41\x62ortAck\x12%\n\x02id\x18\x01 \x01(\x0b\x32\x19.pdserve.rpc.v1.HandoffId\x12\r\n\x05nonce\x18\x02 \x01(\x04\"=\n\x05Quiet\x12%\n\x02id\x18\x01 \x01(\x0b\x32\x19.pdserve.rpc.v1.HandoffId\x12\r\n\x05nonce\x18\x02 \x01(\x04\"\x0f\n\rLinkHeartbeat\"*\n\x08ProbeAck\x12\x11\n\ttransport\x18\x01 \x01(\t\x12\x0b\n\x03seq\x18\x02 \x01(\x05\";\n\nReplyBatch\x12-\n\x07replies\x18\x01 \x03(\x0b\x32\x1c.pdserve.rpc.v1.HandoffReply\"\xdb\x02\n\x0eHandoffRequest\x12*\n\x05hello\x18\x01 \x01(\x0b\x32\x19.pdserve.rpc.v1.LinkHelloH\x00\x12*\n\x07reserve\x18\x02 \x01(\x0b\x32\x17.pdserve.rpc.v1.ReserveH\x00\x12(\n\x06\x63ommit\x18\x03 \x01(\x0b\x32\x16.pdserve.rpc.v1.CommitH\x00\x12&\n\x05renew\x18\x04 \x01(\x0b\x32\x15.pdserve.rpc.v1.RenewH\x00\x12&\n\x05\x61\x62ort\x18\x05 \x01(\x0b\x32\x15.pdserve.rpc.v1.AbortH\x00\x12&\n\x05quiet\x18\x06 \x01(\x0b\x32\x15.pdserve.rpc.v1.QuietH\x00\x12\x32\n\theartbeat\x18\x07 \x01(\x0b\x32\x1d.pdserve.rpc.v1.LinkHeartbeatH\x00\x12\x10\n\x08\x63hecksum\x18\x1f \x01(\x06\x42\t\n\x07message\"\xaf\x05\n\x0cHandoffReply\x12.\n\x07welcome\x18\x01 \x01(\x0b\x32\x1b.pdserve.rpc.v1.LinkWelcomeH\x00\x12&\n\x05grant\x18\x02 \x01(\x0b\x32\x15.pdserve.rpc.v1.GrantH\x00\x12$\n\x04\x62usy\x18\x03 \x01(\x0b\x32\x14.pdserve.rpc.v1.BusyH\x00\x12$\n\x04gone\x18\x04 \x01(\x0b\x32\x14.pdserve.rpc.v1.GoneH\x00\x12-\n\tchunk_ack\x18\x05 \x01(\x0b\x32\x18.pdserve.rpc.v1.ChunkAckH\x00\x12-\n\tchunk_nak\x18\x06 \x01(\x0b\x32\x18.pdserve.rpc.v1.ChunkNakH\x00\x12/\n\ncommit_ack\x18\x07 \x01(\x0b\x32\x19.pdserve.rpc.v1.CommitAckH\x00\x12\x31\n\x0b\x63ommit_nack\x18\x08 \x01(\x0b\x32\x1a.pdserve.rpc.v1.CommitNackH\x00\x12-\n\trenew_ack\x18\t \x01(\x0b\x32\x18.pdserve.rpc.v1.RenewAckH\x00\x12-\n\tabort_ack\x18\n \x01(\x0b\x32\x18.pdserve.rpc.v1.AbortAckH\x00\x12\x32\n\theartbeat\x18\x0b \x01(\x0b\x32\x1d.pdserve.rpc.v1.LinkHeartbeatH\x00\x12.\n\x07refused\x18\x0c \x01(\x0b\x32\x1b.pdserve.rpc.v1.LinkRefusedH\x00\x12-\n\tprobe_ack\x18\r \x01(\x0b\x32\x18.pdserve.rpc.v1.ProbeAckH\x00\x12+\n\x05\x62\x61tch\x18\x0e \x01(\x0b\x32\x1a.pdserve.rpc.v1.ReplyBatchH\x00\x12\x10\n\x08\x63hecksum\x18\x1f \x01(\x06\x42\t\n\x07message2Y\n\nKvTransfer\x12K\n\x07\x43ontrol\x12\x1e.pdserve.rpc.v1.HandoffRequest\x1a\x1c.pdserve.rpc.v1.HandoffReply(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -49,43 +49,43 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_PREFIXFETCH']._serialized_start=691
   _globals['_PREFIXFETCH']._serialized_end=724
   _globals['_RESERVE']._serialized_start=727
-  _globals['_RESERVE']._serialized_end=917
-  _globals['_GRANT']._serialized_start=920
-  _globals['_GRANT']._serialized_end=1064
-  _globals['_BUSY']._serialized_start=1066
-  _globals['_BUSY']._serialized_end=1134
-  _globals['_GONE']._serialized_start=1136
-  _globals['_GONE']._serialized_end=1227
-  _globals['_CHUNKACK']._serialized_start=1229
-  _globals['_CHUNKACK']._serialized_end=1328
-  _globals['_CHUNKNAK']._serialized_start=1330
-  _globals['_CHUNKNAK']._serialized_end=1423
-  _globals['_COMMIT']._serialized_start=1425
-  _globals['_COMMIT']._serialized_end=1509
-  _globals['_COMMITACK']._serialized_start=1511
-  _globals['_COMMITACK']._serialized_end=1576
-  _globals['_COMMITNACK']._serialized_start=1578
-  _globals['_COMMITNACK']._serialized_end=1666
-  _globals['_RENEW']._serialized_start=1668
-  _globals['_RENEW']._serialized_end=1729
-  _globals['_RENEWACK']._serialized_start=1731
-  _globals['_RENEWACK']._serialized_end=1812
-  _globals['_ABORT']._serialized_start=1814
-  _globals['_ABORT']._serialized_end=1875
-  _globals['_ABORTACK']._serialized_start=1877
-  _globals['_ABORTACK']._serialized_end=1941
-  _globals['_QUIET']._serialized_start=1943
-  _globals['_QUIET']._serialized_end=2004
-  _globals['_LINKHEARTBEAT']._serialized_start=2006
-  _globals['_LINKHEARTBEAT']._serialized_end=2021
-  _globals['_PROBEACK']._serialized_start=2023
-  _globals['_PROBEACK']._serialized_end=2065
-  _globals['_REPLYBATCH']._serialized_start=2067
-  _globals['_REPLYBATCH']._serialized_end=2126
-  _globals['_HANDOFFREQUEST']._serialized_start=2129
-  _globals['_HANDOFFREQUEST']._serialized_end=2476
-  _globals['_HANDOFFREPLY']._serialized_start=2479
-  _globals['_HANDOFFREPLY']._serialized_end=3166
-  _globals['_KVTRANSFER']._serialized_start=3168
-  _globals['_KVTRANSFER']._serialized_end=3257
+  _globals['_RESERVE']._serialized_end=952
+  _globals['_GRANT']._serialized_start=955
+  _globals['_GRANT']._serialized_end=1099
+  _globals['_BUSY']._serialized_start=1101
+  _globals['_BUSY']._serialized_end=1169
+  _globals['_GONE']._serialized_start=1171
+  _globals['_GONE']._serialized_end=1262
+  _globals['_CHUNKACK']._serialized_start=1264
+  _globals['_CHUNKACK']._serialized_end=1363
+  _globals['_CHUNKNAK']._serialized_start=1365
+  _globals['_CHUNKNAK']._serialized_end=1458
+  _globals['_COMMIT']._serialized_start=1460
+  _globals['_COMMIT']._serialized_end=1544
+  _globals['_COMMITACK']._serialized_start=1546
+  _globals['_COMMITACK']._serialized_end=1611
+  _globals['_COMMITNACK']._serialized_start=1613
+  _globals['_COMMITNACK']._serialized_end=1701
+  _globals['_RENEW']._serialized_start=1703
+  _globals['_RENEW']._serialized_end=1764
+  _globals['_RENEWACK']._serialized_start=1766
+  _globals['_RENEWACK']._serialized_end=1847
+  _globals['_ABORT']._serialized_start=1849
+  _globals['_ABORT']._serialized_end=1910
+  _globals['_ABORTACK']._serialized_start=1912
+  _globals['_ABORTACK']._serialized_end=1976
+  _globals['_QUIET']._serialized_start=1978
+  _globals['_QUIET']._serialized_end=2039
+  _globals['_LINKHEARTBEAT']._serialized_start=2041
+  _globals['_LINKHEARTBEAT']._serialized_end=2056
+  _globals['_PROBEACK']._serialized_start=2058
+  _globals['_PROBEACK']._serialized_end=2100
+  _globals['_REPLYBATCH']._serialized_start=2102
+  _globals['_REPLYBATCH']._serialized_end=2161
+  _globals['_HANDOFFREQUEST']._serialized_start=2164
+  _globals['_HANDOFFREQUEST']._serialized_end=2511
+  _globals['_HANDOFFREPLY']._serialized_start=2514
+  _globals['_HANDOFFREPLY']._serialized_end=3201
+  _globals['_KVTRANSFER']._serialized_start=3203
+  _globals['_KVTRANSFER']._serialized_end=3292
 # @@protoc_insertion_point(module_scope)

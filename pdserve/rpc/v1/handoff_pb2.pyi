@@ -123,12 +123,14 @@ class LinkHello(_message.Message):
     tail_tokens: _builtins.int
     """Last tokens of a prompt that are cut layer by layer; the other number from which the chunk plans are derived."""
     for_prefixes: _builtins.bool
-    """Whether the link is for prefixes, from any worker to a prefill worker that asks for them. False: for requests, from a
-    prefill to a decode worker.
+    """Whether the link is for prefixes, from any worker to a prefill worker that asks for them. False: for requests, to a
+    decode worker.
     """
     @_builtins.property
     def prefill(self) -> _common_pb2.WorkerInfo:
-        """The worker that sends KV: a prefill worker or, on a link for prefixes, whoever holds them."""
+        """The worker that sends KV: a prefill worker; a decode worker whose streams move; or, on a link for prefixes, whoever
+        holds them.
+        """
 
     @_builtins.property
     def offers(self) -> _containers.RepeatedCompositeFieldContainer[Global___TransportEndpoint]:
@@ -241,10 +243,18 @@ class Reserve(_message.Message):
     FETCH_FIELD_NUMBER: _builtins.int
     NUM_TOKENS_FIELD_NUMBER: _builtins.int
     PLAN_HASH_FIELD_NUMBER: _builtins.int
+    MIGRATES_FIELD_NUMBER: _builtins.int
+    INEXACT_FIELD_NUMBER: _builtins.int
     num_tokens: _builtins.int
-    """Tokens whose KV will be sent."""
+    """Tokens whose KV will be sent. `migrates`: for how many there will be room; what is sent may be less by as many tokens
+    as the Commit says, and what the blocks hold behind them is of no meaning.
+    """
     plan_hash: _builtins.int
     """Hash of the chunk plan for all of them, which both sides derive from (num_tokens, layout, target_chunk_bytes)."""
+    migrates: _builtins.bool
+    """The job is a stream that runs at the sender, and goes on there until the Commit. It has no forks."""
+    inexact: _builtins.bool
+    """The sender's KV is not exactly what it would have computed: it came through a lossy codec. With `migrates`."""
     @_builtins.property
     def id(self) -> Global___HandoffId: ...
     @_builtins.property
@@ -259,10 +269,12 @@ class Reserve(_message.Message):
         fetch: Global___PrefixFetch | None = ...,
         num_tokens: _builtins.int = ...,
         plan_hash: _builtins.int = ...,
+        migrates: _builtins.bool = ...,
+        inexact: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["fetch", b"fetch", "id", b"id", "job", b"job", "purpose", b"purpose"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["fetch", b"fetch", "id", b"id", "job", b"job", "num_tokens", b"num_tokens", "plan_hash", b"plan_hash", "purpose", b"purpose"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["fetch", b"fetch", "id", b"id", "inexact", b"inexact", "job", b"job", "migrates", b"migrates", "num_tokens", b"num_tokens", "plan_hash", b"plan_hash", "purpose", b"purpose"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_purpose: _TypeAlias = _typing.Literal["job", "fetch"]  # noqa: Y015
     _WhichOneofArgType_purpose: _TypeAlias = _typing.Literal["purpose", b"purpose"]  # noqa: Y015
@@ -451,7 +463,8 @@ class Commit(_message.Message):
     @_builtins.property
     def first_tokens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """The tokens the prefill worker drew, of the job and then of each of its forks; they are part of the sequences but have
-        no KV yet. -1: that one has ended, and only the others go on. Of no meaning for a prefix.
+        no KV yet. -1: that one has ended, and only the others go on. Of no meaning for a prefix. Of a stream that migrates
+        they are all tokens after those of the job, of which only the last one has no KV.
         """
 
     def __init__(

@@ -45,8 +45,8 @@ class KvTransferServicer:
     """Missing associated documentation comment in .proto file."""
 
     def Control(self, request_iterator, context):
-        """One per pair of workers and direction, opened by the one that sends KV: a prefill worker to a decode worker, or any
-        worker to a prefill worker that has asked it for a prefix. Ends when either side goes.
+        """One per pair of workers and direction, opened by the one that sends KV: any worker to a decode worker, or to a
+        prefill worker that has asked it for a prefix. Ends when either side goes.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

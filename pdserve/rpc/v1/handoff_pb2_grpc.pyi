@@ -39,16 +39,16 @@ class KvTransferStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> KvTransferAsyncStub: ...
     Control: _grpc.StreamStreamMultiCallable[_handoff_pb2.HandoffRequest, _handoff_pb2.HandoffReply]
-    """One per pair of workers and direction, opened by the one that sends KV: a prefill worker to a decode worker, or any
-    worker to a prefill worker that has asked it for a prefix. Ends when either side goes.
+    """One per pair of workers and direction, opened by the one that sends KV: any worker to a decode worker, or to a
+    prefill worker that has asked it for a prefix. Ends when either side goes.
     """
 
 @_typing.type_check_only
 class KvTransferAsyncStub(KvTransferStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
     Control: _aio.StreamStreamMultiCallable[_handoff_pb2.HandoffRequest, _handoff_pb2.HandoffReply]  # type: ignore[assignment]
-    """One per pair of workers and direction, opened by the one that sends KV: a prefill worker to a decode worker, or any
-    worker to a prefill worker that has asked it for a prefix. Ends when either side goes.
+    """One per pair of workers and direction, opened by the one that sends KV: any worker to a decode worker, or to a
+    prefill worker that has asked it for a prefix. Ends when either side goes.
     """
 
 class KvTransferServicer(metaclass=_abc_1.ABCMeta):
@@ -58,8 +58,8 @@ class KvTransferServicer(metaclass=_abc_1.ABCMeta):
         request_iterator: _MaybeAsyncIterator[_handoff_pb2.HandoffRequest],
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_handoff_pb2.HandoffReply], _abc.AsyncIterator[_handoff_pb2.HandoffReply]]:
-        """One per pair of workers and direction, opened by the one that sends KV: a prefill worker to a decode worker, or any
-        worker to a prefill worker that has asked it for a prefix. Ends when either side goes.
+        """One per pair of workers and direction, opened by the one that sends KV: any worker to a decode worker, or to a
+        prefill worker that has asked it for a prefix. Ends when either side goes.
         """
 
 def add_KvTransferServicer_to_server(servicer: KvTransferServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -376,6 +376,8 @@ class Usage(_message.Message):
     COMPLETION_TOKENS_FIELD_NUMBER: _builtins.int
     CACHED_TOKENS_FIELD_NUMBER: _builtins.int
     FETCHED_TOKENS_FIELD_NUMBER: _builtins.int
+    ACCEPTED_DRAFT_TOKENS_FIELD_NUMBER: _builtins.int
+    REJECTED_DRAFT_TOKENS_FIELD_NUMBER: _builtins.int
     prompt_tokens: _builtins.int
     completion_tokens: _builtins.int
     """Sampled tokens, the one that ended the output included."""
@@ -383,6 +385,10 @@ class Usage(_message.Message):
     """Prompt tokens taken from a prefix cache instead of computed."""
     fetched_tokens: _builtins.int
     """Part of cached_tokens whose KV came from another worker; the rest was on the prefill worker."""
+    accepted_draft_tokens: _builtins.int
+    """Part of completion_tokens that was drafted by the decode worker: so many steps were saved."""
+    rejected_draft_tokens: _builtins.int
+    """Tokens that it drafted in vain; they are no part of completion_tokens."""
     def __init__(
         self,
         *,
@@ -390,10 +396,12 @@ class Usage(_message.Message):
         completion_tokens: _builtins.int = ...,
         cached_tokens: _builtins.int = ...,
         fetched_tokens: _builtins.int = ...,
+        accepted_draft_tokens: _builtins.int = ...,
+        rejected_draft_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "completion_tokens", b"completion_tokens", "fetched_tokens", b"fetched_tokens", "prompt_tokens", b"prompt_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted_draft_tokens", b"accepted_draft_tokens", "cached_tokens", b"cached_tokens", "completion_tokens", b"completion_tokens", "fetched_tokens", b"fetched_tokens", "prompt_tokens", b"prompt_tokens", "rejected_draft_tokens", b"rejected_draft_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -474,6 +482,7 @@ class Placement(_message.Message):
     PREDICTED_PREFILL_MS_FIELD_NUMBER: _builtins.int
     PREDICTED_HANDOVER_MS_FIELD_NUMBER: _builtins.int
     OTHER_TTFT_MS_FIELD_NUMBER: _builtins.int
+    MIGRATIONS_FIELD_NUMBER: _builtins.int
     prefill_worker: _builtins.str
     decode_worker: _builtins.str
     """Empty if the request ended with its first token."""
@@ -501,6 +510,8 @@ class Placement(_message.Message):
     """Time to first token that was expected the other way: by a hand-over if local_prefill, without one if not. Absent: it
     could not be had that way.
     """
+    migrations: _builtins.int
+    """How often the output has moved to another decode worker, with its KV, while it ran. They are no attempts."""
     def __init__(
         self,
         *,
@@ -518,10 +529,11 @@ class Placement(_message.Message):
         predicted_prefill_ms: _builtins.float = ...,
         predicted_handover_ms: _builtins.float = ...,
         other_ttft_ms: _builtins.float | None = ...,
+        migrations: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_other_ttft_ms", b"_other_ttft_ms", "other_ttft_ms", b"other_ttft_ms"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_other_ttft_ms", b"_other_ttft_ms", "attempts", b"attempts", "cached_tokens_predicted", b"cached_tokens_predicted", "decode_local_prefill_tokens", b"decode_local_prefill_tokens", "decode_worker", b"decode_worker", "kv_bytes", b"kv_bytes", "local_prefill", b"local_prefill", "other_ttft_ms", b"other_ttft_ms", "predicted_fetch_ms", b"predicted_fetch_ms", "predicted_handover_ms", b"predicted_handover_ms", "predicted_prefill_ms", b"predicted_prefill_ms", "predicted_queue_ms", b"predicted_queue_ms", "predicted_ttft_ms", b"predicted_ttft_ms", "prefill_worker", b"prefill_worker", "transport", b"transport"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_other_ttft_ms", b"_other_ttft_ms", "attempts", b"attempts", "cached_tokens_predicted", b"cached_tokens_predicted", "decode_local_prefill_tokens", b"decode_local_prefill_tokens", "decode_worker", b"decode_worker", "kv_bytes", b"kv_bytes", "local_prefill", b"local_prefill", "migrations", b"migrations", "other_ttft_ms", b"other_ttft_ms", "predicted_fetch_ms", b"predicted_fetch_ms", "predicted_handover_ms", b"predicted_handover_ms", "predicted_prefill_ms", b"predicted_prefill_ms", "predicted_queue_ms", b"predicted_queue_ms", "predicted_ttft_ms", b"predicted_ttft_ms", "prefill_worker", b"prefill_worker", "transport", b"transport"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__other_ttft_ms: _TypeAlias = _typing.Literal["other_ttft_ms"]  # noqa: Y015
     _WhichOneofArgType__other_ttft_ms: _TypeAlias = _typing.Literal["_other_ttft_ms", b"_other_ttft_ms"]  # noqa: Y015

@@ -9,6 +9,7 @@ from collections import abc as _abc
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from pdserve.rpc.v1 import common_pb2 as _common_pb2
 import builtins as _builtins
 import sys
@@ -20,6 +21,28 @@ else:
     from typing_extensions import TypeAlias as _TypeAlias, Never as _Never
 
 DESCRIPTOR: _descriptor.FileDescriptor
+
+class _MigrationCause:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _MigrationCauseEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_MigrationCause.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    MIGRATION_CAUSE_UNSPECIFIED: _MigrationCause.ValueType  # 0
+    MIGRATION_CAUSE_DRAIN: _MigrationCause.ValueType  # 1
+    """The worker is about to stop, before the stream would be over."""
+    MIGRATION_CAUSE_ROOM: _MigrationCause.ValueType  # 2
+    """It is running out of KV blocks."""
+
+class MigrationCause(_MigrationCause, metaclass=_MigrationCauseEnumTypeWrapper):
+    """Why a stream moves from one decode worker to another."""
+
+MIGRATION_CAUSE_UNSPECIFIED: MigrationCause.ValueType  # 0
+MIGRATION_CAUSE_DRAIN: MigrationCause.ValueType  # 1
+"""The worker is about to stop, before the stream would be over."""
+MIGRATION_CAUSE_ROOM: MigrationCause.ValueType  # 2
+"""It is running out of KV blocks."""
+Global___MigrationCause: _TypeAlias = MigrationCause  # noqa: Y015
 
 @_typing.final
 class GetStatsRequest(_message.Message):
@@ -599,6 +622,7 @@ class DecodeCommand(_message.Message):
     CANCEL_FIELD_NUMBER: _builtins.int
     HEARTBEAT_FIELD_NUMBER: _builtins.int
     SUBMIT_FIELD_NUMBER: _builtins.int
+    MIGRATE_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def hello(self) -> Global___RouterHello: ...
     @_builtins.property
@@ -611,6 +635,10 @@ class DecodeCommand(_message.Message):
         WorkerInfo.prefill_chunk_tokens. Answered like a PrefillJob, without HandedOff.
         """
 
+    @_builtins.property
+    def migrate(self) -> Global___Migrate:
+        """Answer to MigrationWanted."""
+
     def __init__(
         self,
         *,
@@ -618,16 +646,54 @@ class DecodeCommand(_message.Message):
         cancel: Global___CancelJob | None = ...,
         heartbeat: Global___Heartbeat | None = ...,
         submit: _common_pb2.GenerationJob | None = ...,
+        migrate: Global___Migrate | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["cancel", b"cancel", "command", b"command", "heartbeat", b"heartbeat", "hello", b"hello", "submit", b"submit"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["cancel", b"cancel", "command", b"command", "heartbeat", b"heartbeat", "hello", b"hello", "migrate", b"migrate", "submit", b"submit"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cancel", b"cancel", "command", b"command", "heartbeat", b"heartbeat", "hello", b"hello", "submit", b"submit"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cancel", b"cancel", "command", b"command", "heartbeat", b"heartbeat", "hello", b"hello", "migrate", b"migrate", "submit", b"submit"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_command: _TypeAlias = _typing.Literal["hello", "cancel", "heartbeat", "submit"]  # noqa: Y015
+    _WhichOneofReturnType_command: _TypeAlias = _typing.Literal["hello", "cancel", "heartbeat", "submit", "migrate"]  # noqa: Y015
     _WhichOneofArgType_command: _TypeAlias = _typing.Literal["command", b"command"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_command) -> _WhichOneofReturnType_command | None: ...
 
 Global___DecodeCommand: _TypeAlias = DecodeCommand  # noqa: Y015
+
+@_typing.final
+class Migrate(_message.Message):
+    """Move a running stream to `target` with its KV, where it goes on as `new_attempt`. Answered by Migrated or
+    MigrationFailed. Until one of them has come, tokens of both attempts are part of the output.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    ATTEMPT_FIELD_NUMBER: _builtins.int
+    NEW_ATTEMPT_FIELD_NUMBER: _builtins.int
+    TARGET_FIELD_NUMBER: _builtins.int
+    request_id: _builtins.str
+    attempt: _builtins.int
+    """That of the stream as it runs now."""
+    new_attempt: _builtins.int
+    """Issued by the router, above every other of this request."""
+    @_builtins.property
+    def target(self) -> Global___DecodeTarget:
+        """Absent: there is no worker that could take it. Then there is no answer."""
+
+    def __init__(
+        self,
+        *,
+        request_id: _builtins.str = ...,
+        attempt: _builtins.int = ...,
+        new_attempt: _builtins.int = ...,
+        target: Global___DecodeTarget | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["target", b"target"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "new_attempt", b"new_attempt", "request_id", b"request_id", "target", b"target"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Migrate: _TypeAlias = Migrate  # noqa: Y015
 
 @_typing.final
 class StepTokens(_message.Message):
@@ -643,6 +709,8 @@ class StepTokens(_message.Message):
     FIRST_STEP_S_FIELD_NUMBER: _builtins.int
     LOCAL_PREFILL_TOKENS_FIELD_NUMBER: _builtins.int
     LOGPROBS_FIELD_NUMBER: _builtins.int
+    ACCEPTED_DRAFT_TOKENS_FIELD_NUMBER: _builtins.int
+    REJECTED_DRAFT_TOKENS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     attempt: _builtins.int
     first_index: _builtins.int
@@ -655,6 +723,10 @@ class StepTokens(_message.Message):
     """Tokens of this request that this worker prefilled itself; 0 after a hand-off. Of several outputs of one prompt the
     first one has them.
     """
+    accepted_draft_tokens: _builtins.int
+    """Those of token_ids that cost no step, as drafted tokens were right."""
+    rejected_draft_tokens: _builtins.int
+    """Tokens that were drafted for the step in vain."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
@@ -672,14 +744,118 @@ class StepTokens(_message.Message):
         first_step_s: _builtins.float = ...,
         local_prefill_tokens: _builtins.int = ...,
         logprobs: _common_pb2.Logprobs | None = ...,
+        accepted_draft_tokens: _builtins.int = ...,
+        rejected_draft_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["logprobs", b"logprobs"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "finish_reason", b"finish_reason", "first_index", b"first_index", "first_step_s", b"first_step_s", "local_prefill_tokens", b"local_prefill_tokens", "logprobs", b"logprobs", "request_id", b"request_id", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted_draft_tokens", b"accepted_draft_tokens", "attempt", b"attempt", "finish_reason", b"finish_reason", "first_index", b"first_index", "first_step_s", b"first_step_s", "local_prefill_tokens", b"local_prefill_tokens", "logprobs", b"logprobs", "rejected_draft_tokens", b"rejected_draft_tokens", "request_id", b"request_id", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___StepTokens: _TypeAlias = StepTokens  # noqa: Y015
+
+@_typing.final
+class MigrationWanted(_message.Message):
+    """This worker would like the stream to go on elsewhere. It goes on here until the router has named a worker."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    ATTEMPT_FIELD_NUMBER: _builtins.int
+    CAUSE_FIELD_NUMBER: _builtins.int
+    request_id: _builtins.str
+    attempt: _builtins.int
+    cause: Global___MigrationCause.ValueType
+    def __init__(
+        self,
+        *,
+        request_id: _builtins.str = ...,
+        attempt: _builtins.int = ...,
+        cause: Global___MigrationCause.ValueType = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "cause", b"cause", "request_id", b"request_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___MigrationWanted: _TypeAlias = MigrationWanted  # noqa: Y015
+
+@_typing.final
+class Migrated(_message.Message):
+    """The target has the stream, as new_attempt. Comes after every token of this worker's; it holds nothing of it any more."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    ATTEMPT_FIELD_NUMBER: _builtins.int
+    NEW_ATTEMPT_FIELD_NUMBER: _builtins.int
+    TRANSPORT_FIELD_NUMBER: _builtins.int
+    KV_BYTES_FIELD_NUMBER: _builtins.int
+    COPY_S_FIELD_NUMBER: _builtins.int
+    STOP_S_FIELD_NUMBER: _builtins.int
+    request_id: _builtins.str
+    attempt: _builtins.int
+    new_attempt: _builtins.int
+    transport: _builtins.str
+    kv_bytes: _builtins.int
+    copy_s: _builtins.float
+    """Seconds from the reservation at the target to its commit; the stream went on during most of them."""
+    stop_s: _builtins.float
+    """Seconds from the last token here to the target's commit."""
+    def __init__(
+        self,
+        *,
+        request_id: _builtins.str = ...,
+        attempt: _builtins.int = ...,
+        new_attempt: _builtins.int = ...,
+        transport: _builtins.str = ...,
+        kv_bytes: _builtins.int = ...,
+        copy_s: _builtins.float = ...,
+        stop_s: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "copy_s", b"copy_s", "kv_bytes", b"kv_bytes", "new_attempt", b"new_attempt", "request_id", b"request_id", "stop_s", b"stop_s", "transport", b"transport"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Migrated: _TypeAlias = Migrated  # noqa: Y015
+
+@_typing.final
+class MigrationFailed(_message.Message):
+    """The stream goes on here, as `attempt`; the target has nothing of new_attempt."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    ATTEMPT_FIELD_NUMBER: _builtins.int
+    NEW_ATTEMPT_FIELD_NUMBER: _builtins.int
+    CODE_FIELD_NUMBER: _builtins.int
+    MESSAGE_FIELD_NUMBER: _builtins.int
+    request_id: _builtins.str
+    attempt: _builtins.int
+    new_attempt: _builtins.int
+    code: _builtins.str
+    """Stable error code of pdserve.errors."""
+    message: _builtins.str
+    def __init__(
+        self,
+        *,
+        request_id: _builtins.str = ...,
+        attempt: _builtins.int = ...,
+        new_attempt: _builtins.int = ...,
+        code: _builtins.str = ...,
+        message: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "code", b"code", "message", b"message", "new_attempt", b"new_attempt", "request_id", b"request_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___MigrationFailed: _TypeAlias = MigrationFailed  # noqa: Y015
 
 @_typing.final
 class DecodeEvent(_message.Message):
@@ -690,6 +866,9 @@ class DecodeEvent(_message.Message):
     STARTED_FIELD_NUMBER: _builtins.int
     PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     FIRST_TOKEN_FIELD_NUMBER: _builtins.int
+    MIGRATION_WANTED_FIELD_NUMBER: _builtins.int
+    MIGRATED_FIELD_NUMBER: _builtins.int
+    MIGRATION_FAILED_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def tokens(self) -> Global___StepTokens: ...
     @_builtins.property
@@ -702,6 +881,12 @@ class DecodeEvent(_message.Message):
     def prompt_logprobs(self) -> Global___PromptLogprobs: ...
     @_builtins.property
     def first_token(self) -> Global___FirstToken: ...
+    @_builtins.property
+    def migration_wanted(self) -> Global___MigrationWanted: ...
+    @_builtins.property
+    def migrated(self) -> Global___Migrated: ...
+    @_builtins.property
+    def migration_failed(self) -> Global___MigrationFailed: ...
     def __init__(
         self,
         *,
@@ -710,12 +895,15 @@ class DecodeEvent(_message.Message):
         started: Global___PrefillStarted | None = ...,
         prompt_logprobs: Global___PromptLogprobs | None = ...,
         first_token: Global___FirstToken | None = ...,
+        migration_wanted: Global___MigrationWanted | None = ...,
+        migrated: Global___Migrated | None = ...,
+        migration_failed: Global___MigrationFailed | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["event", b"event", "failed", b"failed", "first_token", b"first_token", "prompt_logprobs", b"prompt_logprobs", "started", b"started", "tokens", b"tokens"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["event", b"event", "failed", b"failed", "first_token", b"first_token", "migrated", b"migrated", "migration_failed", b"migration_failed", "migration_wanted", b"migration_wanted", "prompt_logprobs", b"prompt_logprobs", "started", b"started", "tokens", b"tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["event", b"event", "failed", b"failed", "first_token", b"first_token", "prompt_logprobs", b"prompt_logprobs", "started", b"started", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["event", b"event", "failed", b"failed", "first_token", b"first_token", "migrated", b"migrated", "migration_failed", b"migration_failed", "migration_wanted", b"migration_wanted", "prompt_logprobs", b"prompt_logprobs", "started", b"started", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["tokens", "failed", "started", "prompt_logprobs", "first_token"]  # noqa: Y015
+    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["tokens", "failed", "started", "prompt_logprobs", "first_token", "migration_wanted", "migrated", "migration_failed"]  # noqa: Y015
     _WhichOneofArgType_event: _TypeAlias = _typing.Literal["event", b"event"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_event) -> _WhichOneofReturnType_event | None: ...
 

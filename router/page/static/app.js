@@ -36,7 +36,7 @@ function show(state) {
   history.add(state);
   showFigures(state);
   topology.show(state);
-  showRequests(state.requests);
+  showRequests(state.requests, state.numRequests);
   log.add(state.events);
   for (const [chart, values] of charts) {
     chart.show(history.points.map((point) => ({ at: point.at, values: values(point).map((value) => value ?? null) })), state.at);
@@ -55,6 +55,7 @@ function showFigures(state) {
     ["TTFT p50", duration(latest.ttft?.p50), ""],
     ["TTFT p95", duration(latest.ttft?.p95), ""],
     ["Between tokens p50", duration(latest.itl?.p50), ""],
+    ["Between tokens p95", duration(latest.itl?.p95), ""],
     ["KV of decode", total ? percent(used / total) : "–", ""],
   ];
   const list = byId("figures");
@@ -97,7 +98,7 @@ function askForKey(message = "") {
 
 async function kill(workerId) {
   try {
-    await call(`dashboard/workers/${encodeURIComponent(workerId)}/kill`, { method: "POST", body: {} });
+    await call(`dashboard/workers/${encodeURIComponent(workerId)}`, { method: "DELETE" });
     notice("");
   } catch (error) {
     notice(`Could not kill ${workerId}: ${error.message}`);

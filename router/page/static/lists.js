@@ -7,11 +7,12 @@ const MAX_ROWS = 60; // More are counted, not listed.
 const MAX_EVENTS = 120;
 const SIGNS = { good: "+", warn: "!", bad: "×", info: "·" };
 
-export function showRequests(requests) {
+/** `total` may be more than the router lists. */
+export function showRequests(requests, total) {
   const shown = requests.slice(0, MAX_ROWS);
   reconcile(byId("requests"), shown, (request) => request.id, makeRow, updateRow);
   byId("requests-empty").hidden = requests.length > 0;
-  setText(byId("requests-count"), requests.length > MAX_ROWS ? `${requests.length}, the oldest ${MAX_ROWS} are listed` : requests.length ? String(requests.length) : "");
+  setText(byId("requests-count"), total > shown.length ? `${total}, the oldest ${shown.length} are listed` : total ? String(total) : "");
 }
 
 function makeRow(request) {

@@ -127,12 +127,11 @@ class Run {
     this._enter(null);
     this._ended = true;
     try {
-      const info = await getJson(`v1/requests/${this._id}`);
+      const info = await getJson(`dashboard/requests/${this._id}`);
       this._place = info;
-      const timeline = await getJson(`v1/requests/${this._id}/timeline`);
-      this._exact = phasesOf(timeline);
+      this._exact = phasesOf(info);
     } catch (error) {
-      // The page's own clock has to do: the router may keep no results, or be older.
+      // The page's own clock has to do.
       if (!(error instanceof ApiError)) throw error;
     }
     this._draw();
@@ -147,13 +146,13 @@ class Run {
   async _poll() {
     while (!this._ended && this._phase !== "decode" && !this._signal.aborted) {
       try {
-        const info = await getJson(`v1/requests/${this._id}`, { signal: this._signal });
+        const info = await getJson(`dashboard/requests/${this._id}`, { signal: this._signal });
         const phase = phaseOfState(info.state);
         if (phase && PHASES.indexOf(phase) > PHASES.indexOf(this._phase)) this._enter(phase);
       } catch (error) {
         if (this._signal.aborted) return;
-        // Not known yet, or a moment without a connection: the stream itself says what matters.
-        if (error instanceof ApiError && error.status !== 404) return;
+        // The stream itself says what matters.
+        if (error instanceof ApiError) return;
       }
       await new Promise((resolve) => setTimeout(resolve, POLL_MS));
     }
@@ -208,9 +207,9 @@ class Run {
   }
 }
 
-/** Seconds by phase as the router measured them; null if it has none. */
-function phasesOf(timeline) {
-  const found = new Map(PHASES.filter((phase) => timeline.phases?.[phase] > 0).map((phase) => [phase, timeline.phases[phase]]));
+/** Seconds by phase as the router measured them; null if it keeps none. */
+function phasesOf(info) {
+  const found = new Map(PHASES.filter((phase) => info.phases?.[phase] > 0).map((phase) => [phase, info.phases[phase]]));
   return found.size ? found : null;
 }
 

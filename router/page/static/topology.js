@@ -5,6 +5,7 @@ import { count, duration, percent } from "./format.js";
 
 const DENSE_FROM = 9; // Workers of a role from which on they are shown small.
 const PARCEL_MS = 700;
+const BACKLOG_FROM_S = 0.05; // Less is no queue.
 const MAX_PARCELS = 24; // At once; more would be noise.
 
 export class Topology {
@@ -38,7 +39,7 @@ export class Topology {
     const card = h("article", { class: "card", "aria-label": worker.id },
       h("div", { class: "card-head" }, h("span", { class: "card-name", title: worker.id }, worker.id), h("span", { class: "card-state" })),
       h("div", { class: "meter", role: "img" }, h("i", { class: "used" }), h("i", { class: "cached" })),
-      h("p", { class: "facts" }));
+      h("div", { class: "card-foot" }, h("p", { class: "facts" })));
     return card;
   }
 
@@ -53,8 +54,8 @@ export class Topology {
     setAttribute(meter, "aria-label", `KV blocks: ${percent(share(used))} held, ${percent(share(cached))} cached, of ${total}`);
     const facts = [["", count(worker.running), "running"], ["", count(worker.waiting), "waiting"]];
     const dense = card.closest(".dense");
-    if (!dense && worker.backlogS !== null && worker.role === "prefill") facts.push(["", duration(worker.backlogS), "backlog"]);
-    if (!dense) facts.push(["KV", percent(share(used)), ""]);
+    facts.push(["KV", percent(share(used)), ""]);
+    if (worker.backlogS >= BACKLOG_FROM_S) facts.push(["", duration(worker.backlogS), "backlog"]);
     showFacts(card.querySelector(".facts"), dense ? [["", count(worker.running), ""], ["", percent(share(used)), ""]] : facts);
     this._killButton(card, worker);
   }
@@ -63,7 +64,7 @@ export class Topology {
     let button = card.querySelector(".kill");
     if (this.kill && !button) {
       button = h("button", { type: "button", class: "danger kill", "aria-label": `Kill ${worker.id}`, on: { click: () => this.kill(worker.id) } }, "Kill");
-      card.append(button);
+      card.querySelector(".card-foot").append(button);
     }
     if (button) button.disabled = worker.state === "lost" || worker.state === "connecting";
   }

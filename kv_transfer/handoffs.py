@@ -1,16 +1,17 @@
-"""Drives the hand-offs of a prefill worker: one task each, from the request for room to the decode worker's word."""
+"""Drives the hand-offs that a worker makes: one task each, from the request for room to the decode worker's word."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from kv_transfer import Handoff, HandoffResult, HandoffSender
+from kv_transfer.handoff import Handoff, HandoffResult
 from kv_transfer.plan import Frontier
+from kv_transfer.sender import HandoffSender
 from pdserve.errors import PdServeError
-from pdserve.types import DecodeTarget, GenerationJob, HandoffId
+from pdserve.types import DecodeTarget, HandoffId, HandoffPurpose
 from pdserve.worker.tasks import TaskScope
 
 
@@ -42,7 +43,7 @@ class _Live:
 
 
 class Handoffs:
-    """All hand-offs that have begun and not ended; at most one per job."""
+    """All hand-offs that have begun and not ended; at most one of each name."""
 
     def __init__(self, sender: HandoffSender, listener: HandoffListener, tasks: TaskScope) -> None:
         self._sender = sender
@@ -50,12 +51,22 @@ class Handoffs:
         self._tasks = tasks
         self._live: dict[HandoffId, _Live] = {}
 
-    def reserve(self, job: GenerationJob, target: DecodeTarget, blocks: Sequence[int]) -> None:
-        """Begin to hand the KV of all known tokens of `job`, which will be in `blocks`, to `target`."""
+    def reserve(
+        self,
+        job: HandoffPurpose,
+        target: DecodeTarget,
+        blocks: Sequence[int],
+        num_tokens: int,
+        *,
+        on_stored: Callable[[], None] | None = None,
+    ) -> None:
+        """Begin to hand the KV of `num_tokens` tokens of `job`, which will be in `blocks`, to `target`. `on_stored` is
+        called whenever the decode worker has confirmed a chunk."""
         key = HandoffId(job.request_id, job.attempt)
         assert key not in self._live, f"{key} has a hand-off already"
         live = self._live[key] = _Live(asyncio.get_running_loop().create_future())
-        live.task = self._tasks.spawn(self._drive(key, live, job, target, blocks), f"handoff-{key}")
+        driving = self._drive(key, live, job, target, blocks, num_tokens, on_stored)
+        live.task = self._tasks.spawn(driving, f"handoff-{key}")
 
     def advance(self, key: HandoffId, num_tokens: int, step_tokens: int = 0, step_layers: int = 0) -> None:
         """The KV of the first `num_tokens` tokens is final, and that of the first `step_tokens` is in `step_layers`
@@ -64,6 +75,12 @@ class Handoffs:
             live.frontier = Frontier(num_tokens, step_tokens, step_layers)
             if live.handoff is not None:
                 live.handoff.advance_to(live.frontier)
+
+    def caught_up(self, key: HandoffId) -> bool:
+        """Whether the decode worker has all that is final. False before it has granted room, and for a hand-off that
+        has ended."""
+        live = self._live.get(key)
+        return live is not None and live.handoff is not None and live.handoff.caught_up
 
     def useful_layers(self, keys: Iterable[HandoffId]) -> tuple[int, ...]:
         """Leading layers whose completion in a step lets hand-offs of its jobs send something, ascending."""
@@ -84,10 +101,18 @@ class Handoffs:
             self._tasks.spawn(self._close(key, live, live.task), f"abort-{key}")
 
     async def _drive(
-        self, key: HandoffId, live: _Live, job: GenerationJob, target: DecodeTarget, blocks: Sequence[int]
+        self,
+        key: HandoffId,
+        live: _Live,
+        job: HandoffPurpose,
+        target: DecodeTarget,
+        blocks: Sequence[int],
+        num_tokens: int,
+        on_stored: Callable[[], None] | None,
     ) -> None:
         try:
-            live.handoff = self._sender.begin(job, target, blocks, job.num_known_tokens)
+            live.handoff = self._sender.begin(job, target, blocks, num_tokens)
+            live.handoff.on_stored = on_stored
             live.handoff.advance_to(live.frontier)
             await live.handoff.reserve()
             self._listener.on_reserved(key)

@@ -1,0 +1,45 @@
+"""GET /dashboard/state and /dashboard/events: the state of the router for the page, `pdserve top` and whoever else."""
+
+from __future__ import annotations
+
+import asyncio
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from router.core import RouterCore
+from router.http.attendant import Attendant
+from router.http.events import HEADERS
+from router.page.feed import Feed
+
+
+class PageStream:
+    """Endpoints. A watcher that does not read gets fewer snapshots, and after `router.http_write_timeout_s` none."""
+
+    def __init__(self, core: RouterCore, feed: Feed) -> None:
+        self._core = core
+        self._feed = feed
+
+    async def state(self, request: Request) -> Response:
+        """One snapshot."""
+        return Response(self._feed.state(), media_type="application/json", headers={"Cache-Control": "no-store"})
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Snapshots as server-sent events, until the client leaves or the router stops."""
+        config, gone = self._core.config, asyncio.Event()
+        attendant = Attendant(
+            scope,
+            receive,
+            send,
+            on_gone=gone.set,
+            beat_s=config.http_heartbeat_s,
+            write_timeout_s=config.http_write_timeout_s,
+        )
+        async with attendant as client:
+            await client.send({"type": "http.response.start", "status": 200, "headers": [*HEADERS]})
+            data: bytes | None = self._feed.state()
+            while data is not None and not gone.is_set():
+                await client.send({"type": "http.response.body", "body": b"data: " + data + b"\n\n", "more_body": True})
+                data = await self._feed.next()
+            await client.send({"type": "http.response.body", "body": b""})
