@@ -1,0 +1,67 @@
+"""A program that runs a Ray cluster of several nodes on this machine, for `ray_rig`: Ray reads its environment when it
+is imported, and only then, so tests that want one of their own need a process of their own.
+
+Commands come as lines of standard input, answers go as lines of JSON to standard output: `add`, `kill NUMBER`. At the
+end of standard input it ends every process of the cluster.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+import psutil
+from ray.cluster_utils import Cluster
+
+_STORE_BYTES = 80_000_000
+
+
+def _kill(node: Any) -> int:
+    """SIGKILL everything of a node, as when a machine loses its power. Returns how many processes that were."""
+    processes = [psutil.Process(info.process.pid) for infos in node.all_processes.values() for info in infos]
+    processes += [child for process in list(processes) for child in process.children(recursive=True)]
+    for process in processes:
+        if process.is_running():
+            process.kill()
+    return len(processes)
+
+
+def main(num_nodes: int, cpus: int) -> None:
+    """A head, which has the label `place: head`, and `num_nodes` nodes with `place: worker`, of `cpus`."""
+    out = sys.stdout
+    # Ray prints as well.
+    sys.stdout = sys.stderr
+
+    def answer(**fields: object) -> None:
+        out.write(json.dumps(fields) + "\n")
+        out.flush()
+
+    def add() -> Any:
+        return cluster.add_node(num_cpus=cpus, object_store_memory=_STORE_BYTES, labels={"place": "worker"})
+
+    cluster: Any = Cluster(
+        initialize_head=True,
+        head_node_args={
+            "num_cpus": 2,
+            "include_dashboard": False,
+            "object_store_memory": _STORE_BYTES,
+            "labels": {"place": "head"},
+        },
+    )
+    try:
+        nodes = [add() for _ in range(num_nodes)]
+        answer(address=str(cluster.address))
+        for line in sys.stdin:
+            command, *rest = line.split()
+            if command == "add":
+                nodes.append(add())
+                answer(num_nodes=len(nodes))
+            elif command == "kill":
+                answer(num_killed=_kill(nodes[int(rest[0])]))
+    finally:
+        cluster.shutdown()
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]))
