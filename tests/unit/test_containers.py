@@ -1,0 +1,105 @@
+"""The files in deploy/docker: checked as a linter does, and against the configuration and the code that they run."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from pdserve.cli.main import COMMANDS
+from pdserve.config import load_config
+from pdserve.testing.dockerfiles import Stage, read_dockerfile
+
+ROOT = Path(__file__).parents[2]
+DOCKER = ROOT / "deploy/docker"
+PINNED = re.compile(r"[a-z0-9./-]+:v?\d+\.\d+\.\d+(-[a-z0-9.-]+)?")
+
+
+@pytest.fixture(params=["Dockerfile", "Dockerfile.cuda"])
+def stages(request: pytest.FixtureRequest) -> list[Stage]:
+    return list(read_dockerfile(DOCKER / request.param))
+
+
+def test_the_image_runs_as_nobody_in_particular_with_a_probe(stages: list[Stage]) -> None:
+    build, runtime = stages
+    assert runtime.last("USER").text == "10001:10001"
+    assert all(PINNED.fullmatch(stage.base) for stage in stages)
+    check = runtime.last("HEALTHCHECK").text.partition("CMD ")[2]
+    assert check.startswith('["pdserve", "health", "router"')
+    assert runtime.last("ENTRYPOINT").words == ["pdserve"]
+    assert runtime.last("CMD").words[0] in COMMANDS
+    assert runtime.last("STOPSIGNAL").text == "SIGTERM"
+    copied = [step.text for step in runtime.all("COPY")]
+    assert copied == [f"--from={build.name} /opt/pdserve /opt/pdserve"]
+
+
+def test_what_is_installed_is_pinned_and_nothing_is_left_of_it(stages: list[Stage]) -> None:
+    build, runtime = stages
+    for step in build.all("RUN") + runtime.all("RUN"):
+        for command in step.text.split("&&"):
+            if "pip install" in command:
+                assert "-c constraints.txt" in command, command
+            if "apt-get install" in command:
+                assert "--no-install-recommends" in command and "rm -rf /var/lib/apt/lists/*" in step.text
+        assert "sudo" not in step.text and "curl" not in step.text
+    assert any("PIP_NO_CACHE_DIR=1" in step.text for step in build.all("ENV"))
+
+
+def test_every_package_of_ours_gets_into_the_image(stages: list[Stage]) -> None:
+    import tomllib
+
+    include = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]["find"]["include"]
+    copied = {source.rstrip("/") for step in stages[0].all("COPY") for source in step.text.split()[:-1]}
+    ignored = (ROOT / ".dockerignore").read_text().splitlines()
+    assert {name.rstrip("*") for name in include} <= copied
+    for source in copied:
+        assert (ROOT / source).exists() and {f"!{source}", f"!{source}/"} & set(ignored)
+
+
+def test_the_version_of_the_image_is_that_of_the_code(stages: list[Stage]) -> None:
+    import tomllib
+
+    version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    assert any(f'image.version="{version}"' in step.text for step in stages[1].all("LABEL"))
+
+
+def test_compose_is_two_of_each_with_probes_limits_and_no_privileges() -> None:
+    tree: dict[str, Any] = yaml.safe_load((DOCKER / "compose.yaml").read_text())
+    services = tree["services"]
+    workers = [f"{role}-{i}" for role in ("router", "prefill", "decode") for i in (0, 1)]
+    assert set(services) == {*workers, "redis", "prometheus", "grafana"}
+    for name, service in services.items():
+        assert service["read_only"] is True and service["cap_drop"] == ["ALL"], name
+        assert "no-new-privileges:true" in service["security_opt"] and "healthcheck" in service, name
+        assert "mem_limit" in service and PINNED.fullmatch(service["image"]), name
+        for port in service.get("ports", []):
+            assert port.startswith("127.0.0.1:"), name
+    for config in tree["configs"].values():
+        assert (DOCKER / config["file"]).is_file()
+
+
+def test_compose_and_the_configuration_in_it_agree() -> None:
+    services: dict[str, Any] = yaml.safe_load((DOCKER / "compose.yaml").read_text())["services"]
+    scraped = yaml.safe_load((DOCKER / "prometheus.yaml").read_text())["scrape_configs"]
+    targets = {target for job in scraped for group in job["static_configs"] for target in group["targets"]}
+    wanted = set()
+    for name, service in services.items():
+        role = name.partition("-")[0]
+        if role not in COMMANDS:
+            continue
+        config = load_config(DOCKER / "pdserve.yaml", environ=service["environment"])
+        assert service["command"] == [role, "--config", "/etc/pdserve/pdserve.yaml"]
+        assert float(service["stop_grace_period"].rstrip("s")) > 15 + config.decode.drain_timeout_s
+        if role == "router":
+            assert config.router.router_id == name
+            wanted.add(f"{name}:{config.router.http_port}")
+            continue
+        section = config.prefill if role == "prefill" else config.decode
+        assert section.worker_id == name
+        assert section.advertise == f"{name}:{section.listen.rpartition(':')[2]}"
+        assert section.metrics_listen is not None
+        wanted.add(f"{name}:{section.metrics_listen.rpartition(':')[2]}")
+    assert wanted == targets
