@@ -1,0 +1,16 @@
+"""What techniques that make decoding cheaper are worth: speculative decoding, on prompts of four kinds.
+
+`python benchmarks/techniques.py` prints a table; `--json` one object. See README.md beside this file.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+if __name__ == "__main__":
+    # The directory of a script comes first in the search path, and there this file hides the package it measures.
+    sys.path[0] = str(Path(__file__).parents[1])
+    from benchmarks.speculation.main import main
+
+    sys.exit(main())

@@ -1,0 +1,229 @@
+"""The parts of `benchmarks/serving.py`. Each starts the servers it needs, one at a time, on the same cores."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+from typing import Any, TypeVar
+
+import psutil
+
+from benchmarks.harness.command_line import parse
+from benchmarks.harness.cpu_rig import CpuRig, blocks_needed
+from benchmarks.harness.quiet import ForeignLoad, exclusive, in_own_session, raise_weight, rerun_in_own_session
+from benchmarks.harness.report import Report
+from benchmarks.harness.workloads import Decode, Prefill
+from benchmarks.peers.catalogue import default_cache
+from pdserve.bench.arrivals import poisson_arrivals
+from pdserve.bench.experiments import GoodputSearch, Interference, decode_scaling, prefill_scaling
+from pdserve.bench.lengths import Lengths
+from pdserve.bench.prompts import PromptMaker
+from pdserve.bench.run import RunResult, measure
+from pdserve.bench.statistics import Slo
+from pdserve.bench.synthetic import random_requests
+from pdserve.bench.targets import GrpcTarget, OpenAiTarget, Target
+from pdserve.config import load_config
+from pdserve.cpus import available_cpus
+from pdserve.engine.cpu.loader import load_cpu_engine
+from pdserve.launch.cluster import LocalCluster
+from pdserve.model.source import open_model
+
+MODEL = "smollm2-135m-instruct"
+PARTS = ("interference", "throughput", "ttft", "goodput", "overhead")
+LAYOUTS = {"split": 1, "colocated": 0}
+"""Prefill workers beside the one decode worker."""
+FOREIGN_LIMIT = 0.2
+SLO = Slo(ttft_s=1.5, tpot_s=0.04)
+CONTEXT = 64
+STEPS = 128
+
+ResultT = TypeVar("ResultT")
+
+
+class Benchmark:
+    """Measures into a report."""
+
+    def __init__(self, report: Report, *, quick: bool, threads: int) -> None:
+        self._report = report
+        self._quick = quick
+        self._threads = threads
+        self._foreign: dict[str, ForeignLoad] = {}
+
+    def run(self, parts: list[str]) -> None:
+        """The parts asked for, in their own order."""
+        measures = {
+            "interference": self._interference, "throughput": self._throughput, "ttft": self._ttft,
+            "goodput": self._goodput, "overhead": self._overhead,
+        }  # fmt: skip
+        for part in PARTS:
+            if part in parts:
+                print(f"{part} ...", file=sys.stderr, flush=True)
+                self._foreign[part] = ForeignLoad()
+                measures[part]()
+        for part, load in self._foreign.items():
+            cores = load.cores
+            if cores is not None:
+                doubt = "too much: distrust the figures" if cores > FOREIGN_LIMIT else ""
+                self._report.add(f"foreign_cores_{part}", cores, "cores", note=doubt)
+
+    def _on_cluster(
+        self, part: str, layout: str, use: Callable[[LocalCluster, Target, PromptMaker], Awaitable[ResultT]],
+        *, http: bool = False,
+    ) -> ResultT:  # fmt: skip
+        """Start a cluster, use it, stop it."""
+        overrides = {
+            "model.path": MODEL, "engine.kind": "cpu", "router.listen": "127.0.0.1:0",
+            "local.prefill_workers": LAYOUTS[layout],
+            # Greedy answers to random prompts repeat themselves, which n-gram drafts predict far better than real text.
+            "decode.speculation.method": "off",
+        }  # fmt: skip
+
+        async def main(cluster: LocalCluster) -> ResultT:
+            target: Target = (
+                OpenAiTarget(f"http://{cluster.http_address}") if http else GrpcTarget(cluster.address)
+            )  # fmt: skip
+            try:
+                return await use(cluster, target, await PromptMaker.of(target, seed=0))
+            finally:
+                await target.close()
+
+        with LocalCluster(load_config(environ={}, overrides=overrides)) as cluster, self._foreign[part].watch():
+            return asyncio.run(main(cluster))
+
+    def _rig(self, *workloads: Decode) -> CpuRig:
+        # Twice the blocks: prompts of 512 tokens fit as well.
+        blocks = 2 * blocks_needed(workloads, 16)
+        return CpuRig(load_cpu_engine(open_model(MODEL), num_blocks=blocks, num_threads=self._threads))
+
+    def _interference(self) -> None:
+        count = 2 if self._quick else 6
+        experiment = Interference(
+            streams=4, stream_prompt_tokens=CONTEXT, stream_tokens=600 if self._quick else 2000, long_tokens=2048,
+            long_count=count, period_s=2.0,
+        )  # fmt: skip
+        for layout in LAYOUTS:
+
+            async def use(_: LocalCluster, target: Target, maker: PromptMaker, name: str = layout) -> None:
+                await experiment.add(name, target, maker)
+
+            self._on_cluster("interference", layout, use)
+        outcome = experiment.outcome()
+        points = {point["name"]: point for point in outcome.findings["points"]}
+        note = "; ".join(outcome.notes)
+        self._report.samples["interference"] = outcome.findings
+        ratios = {name: point["p99_ratio"] for name, point in points.items()}
+        self._report.add("itl_p99_disturbed_over_alone_split", ratios["split"], "x", bar="<= 1.3", note=note)
+        self._report.add("itl_p99_disturbed_over_alone_colocated", ratios["colocated"], "x", note=note)
+        better = None if not all(ratios.values()) else ratios["colocated"] / ratios["split"]
+        self._report.add("interference_colocated_over_split", better, "x", bar=">= 3")
+        note = "needs llama-server: `pdserve bench interference --openai URL`"
+        self._report.add("interference_llama_cpp", None, "x", note=note)
+
+    def _throughput(self) -> None:
+        levels = (16,) if self._quick else (16, 32)
+        bare: dict[int, float] = {}
+        for level in levels:
+            work = Decode(batch=level, context=CONTEXT, steps=STEPS)
+            rig = self._rig(work)
+            (bare[level],) = rig.measure([work])[work]
+
+        async def use(_: LocalCluster, target: Target, maker: PromptMaker) -> Any:
+            return await decode_scaling(target, maker, levels, prompt_tokens=CONTEXT, output_tokens=STEPS)
+
+        outcome = self._on_cluster("throughput", "split", use, http=True)
+        self._report.samples["throughput"] = {"bare": bare, **outcome.findings}
+        served = {point["streams"]: point["tokens_per_s"] for point in outcome.findings["points"]}
+        for level in levels:
+            ratio = served[level] / bare[level] if level in served else None
+            note = f"{served.get(level, 0):.0f} against {bare[level]:.0f} tok/s, over HTTP, while all streams run"
+            self._report.add(f"served_over_bare_{level}", ratio, "x", bar=">= 0.85", note=note)
+        self._report.add("served_over_best_peer", None, "x", bar=">= 2", note="no server of a peer is installed")
+
+    def _ttft(self) -> None:
+        rig = self._rig(Decode(batch=1, context=512, steps=1))
+        work = Prefill(tokens=512)
+        bare_ms = min(1e3 * rig.prefill_s(work) for _ in range(3 if self._quick else 8))
+
+        async def use(_: LocalCluster, target: Target, maker: PromptMaker) -> Any:
+            return await prefill_scaling(target, maker, [512], repetitions=3 if self._quick else 8)
+
+        outcome = self._on_cluster("ttft", "split", use)
+        self._report.samples["ttft"] = {"bare_ms": bare_ms, **outcome.findings}
+        (point,) = outcome.findings["points"]
+        ttft_ms = min(1e3 * (r.ttft_s or 0.0) for r in outcome.runs[0].records if not r.request.warmup)
+        note = f"best {ttft_ms:.1f} against {bare_ms:.1f} ms; median {point['ttft_ms']:.1f} ms"
+        self._report.add("ttft_512_over_bare_prefill", ttft_ms / bare_ms, "x", bar="<= 1.1", note=note)
+
+    def _goodput(self) -> None:
+        count = 20 if self._quick else 100
+        search = GoodputSearch(
+            attainment=0.9, start_rate=1.0, tolerance=0.3 if self._quick else 0.08, max_runs=4 if self._quick else 12
+        )  # fmt: skip
+        found: dict[str, float] = {}
+
+        for layout in LAYOUTS:
+
+            async def use(_: LocalCluster, target: Target, maker: PromptMaker, name: str = layout) -> float:
+                tried = 0
+
+                async def run_at(rate: float) -> RunResult:
+                    nonlocal tried
+                    requests = random_requests(
+                        maker, count, prompt=Lengths(128, 1024), output=Lengths(64, 64), seed=0,
+                        first_name=tried * count,
+                    )  # fmt: skip
+                    tried += 1
+                    times = poisson_arrivals(count, rate, seed=0)
+                    timed = [replace(r, arrival_s=at) for r, at in zip(requests, times, strict=True)]
+                    return await measure(target, timed, name=f"{name} at {rate:.3g}/s", slo=SLO)
+
+                return await search.add(name, run_at)
+
+            found[layout] = self._on_cluster("goodput", layout, use)
+        self._report.samples["goodput"] = search.outcome().findings
+        ratio = found["split"] / found["colocated"] if found["colocated"] else None
+        note = f"{found['split']:.2f} against {found['colocated']:.2f} req/s, {count} requests a run"
+        self._report.add("goodput_split_over_colocated", ratio, "x", bar=">= 1.2", note=note)
+
+    def _overhead(self) -> None:
+        """CPU of the router, by token. Shells of workers share a process with the engine; they are not in it."""
+        streams, tokens = 16, 128 if self._quick else 512
+
+        async def use(cluster: LocalCluster, target: Target, maker: PromptMaker) -> float:
+            requests = random_requests(
+                maker, streams, prompt=Lengths(CONTEXT, CONTEXT), output=Lengths(tokens, tokens), seed=0
+            )  # fmt: skip
+            (router,) = [p for p in cluster.processes if p.role == "router"]
+            process = psutil.Process(router.pid)
+            before, began = process.cpu_times(), time.monotonic()
+            await measure(target, requests, concurrency=streams)
+            after = process.cpu_times()
+            self._report.samples["overhead"] = {"elapsed_s": time.monotonic() - began}
+            return (after.user + after.system - before.user - before.system) / (streams * tokens)
+
+        per_token = self._on_cluster("overhead", "split", use, http=True)
+        note = "router only, over HTTP; shells of workers run in the engine's process and are not told apart here"
+        self._report.add("router_cpu_per_token", 1e6 * per_token, "us", bar="<= 60", note=note)
+
+
+def main() -> int:
+    """Exit status 0 if everything ran, whatever the figures say."""
+    quick = "fewer and shorter runs, for use while developing"
+    options = parse(sys.argv[1:], PARTS, prog="serving.py", description=__doc__, quick=quick)
+    if not in_own_session():
+        return rerun_in_own_session()
+    with exclusive(default_cache().parent / "benchmark.lock"):
+        threads = available_cpus()
+        settings = {
+            "model": MODEL, "threads": threads, "seed": 0, "quick": options.quick, "parts": options.only,
+            "scheduling": raise_weight(),
+        }  # fmt: skip
+        report = Report(benchmark="serving", settings=settings)
+        Benchmark(report, quick=options.quick, threads=threads).run(options.only)
+    if options.out is not None:
+        report.write(options.out)
+    report.print(as_json=options.json)
+    return 0
