@@ -88,7 +88,8 @@ class Happenings:
         self._served: set[str] = set()
         """Names that were ready before."""
         self._numbers: dict[tuple[Metric, tuple[str, ...]], int] = {}
-        self._store_available = True
+        self._store_available: bool | None = None
+        """None until it was there for the first time: a router that starts has not asked it yet."""
 
     @property
     def lines(self) -> Iterable[Happening]:
@@ -105,11 +106,11 @@ class Happenings:
                 text = counted.text(int(number) - before, labels) if number > before else None
                 if text is not None:
                     self._add(at, counted.level, text)
-        if store_available is not self._store_available:
-            self._store_available = store_available
-            if store_available:
+        if store_available is not self._store_available and (store_available or self._store_available is not None):
+            known, self._store_available = self._store_available is not None, store_available
+            if store_available and known:
                 self._add(at, "good", "redis answers again")
-            else:
+            elif not store_available:
                 self._add(at, "bad", "redis does not answer; serving goes on")
 
     def _look_at_workers(self, at: float, workers: Iterable[Worker]) -> None:
