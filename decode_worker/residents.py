@@ -6,7 +6,7 @@ clock and no step either.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Final
 
 from decode_worker.prompts import Prompt, Prompts
@@ -14,7 +14,7 @@ from decode_worker.room import Need, blocks_at_most, tokens_to_set_aside
 from decode_worker.sequences import Action, CancelReservation, CopyBlock, Emit, Forget, Sequence, SequenceState
 from pdserve.engine.sequence_blocks import SequenceBlocks
 from pdserve.errors import PdServeError
-from pdserve.types import GenerationJob, HandoffId
+from pdserve.types import GenerationJob, HandoffId, TokenLogprobs
 from pdserve.worker.events import DecodeEvent, JobFailed
 
 MIN_RETRY_S: Final = 0.02
@@ -70,6 +70,20 @@ class Residents:
         if sequence is not None:
             return sequence.state
         return SequenceState.QUEUED if self.prompts.of(key) is not None else None
+
+    @property
+    def num_running_tokens(self) -> int:
+        """Tokens of running sequences that have KV. What outputs of one prompt share counts once."""
+        num_tokens, seen, block_size = 0, set[HandoffId](), self._blocks.block_size
+        for sequence in self.sequences.values():
+            if sequence.state is not SequenceState.RUNNING:
+                continue
+            num_tokens += sequence.num_computed
+            if sequence.handoff in seen:
+                num_in_full_blocks = sequence.job.num_known_tokens // block_size * block_size
+                num_tokens -= min(sequence.num_computed, num_in_full_blocks)
+            seen.add(sequence.handoff)
+        return num_tokens
 
     @property
     def num_growing(self) -> int:
@@ -152,6 +166,27 @@ class Residents:
             self.publish(sequence)
         sequence.tokens.append(first_token)
         sequence.state = SequenceState.RUNNING
+
+    def begin_outputs(
+        self, prompt: Prompt, lead: Sequence, firsts: Mapping[HandoffId, tuple[int, TokenLogprobs | None]], now: float
+    ) -> None:
+        """`prompt` is computed, in the blocks of `lead`. `firsts` has the first token of each of its outputs."""
+        self.prompts.remove(prompt)
+        over, num_prefilled = [], prompt.num_computed
+        for sequence in prompt.sequences:
+            token_id, logprobs = firsts[sequence.key]
+            goes_on = sequence.state is SequenceState.PREFILLING
+            if goes_on:
+                # It was computed once, and is counted once.
+                sequence.num_prefilled, num_prefilled = num_prefilled, 0
+                event = prompt.first_token(sequence, token_id, logprobs, now)
+                self.emit(sequence.job.router_id, event)
+                goes_on = event.finish_reason is None
+            self.begin(sequence, lead, token_id, goes_on=goes_on, exact=True)
+            if not goes_on:
+                over.append(sequence)
+        for sequence in over:
+            self.leave(sequence)
 
     def resume(self) -> None:
         """Bring preempted sequences back, in order of rank, as far as there is room."""

@@ -27,19 +27,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
-from dataclasses import replace
 from itertools import islice
 from types import MappingProxyType
 from typing import Any
 
 from decode_worker.migration_cost import MigrationCost
 from decode_worker.migrations import MigrateMode, Migrations
+from decode_worker.planning import StepPlanner, Steps
 from decode_worker.prompts import Prompts, joint
 from decode_worker.residents import Residents
 from decode_worker.room import Need
 from decode_worker.sequences import (
     DECODING_STATES,
-    NOT_DRAWN,
     Action,
     Forget,
     NoRoom,
@@ -48,7 +47,7 @@ from decode_worker.sequences import (
     SequenceState,
 )
 from decode_worker.speculation.outcome import outcome
-from decode_worker.speculation.speculator import Candidate, Speculator
+from decode_worker.speculation.speculator import Speculator
 from decode_worker.step_times import StepTimes
 from kv_transfer.messages import ENDED
 from pdserve.config import SpeculationSection
@@ -68,9 +67,6 @@ from pdserve.worker.events import JobFailed, StepTokens
 from pdserve.worker.limits import JobLimits
 
 _NOTHING: Mapping[Any, Any] = MappingProxyType({})
-
-RECOMPUTE_TOKENS_PER_STEP = 64
-"""Tokens computed again in one step after preemptions. Few, so that the streams in the same step hardly notice."""
 
 
 class DecodeScheduler:
@@ -99,15 +95,15 @@ class DecodeScheduler:
         self._max_batch_size = max_batch_size
         self._reserve_tokens = reserve_tokens
         self._chunk_tokens = chunk_tokens
-        self._max_batch_tokens = max_batch_tokens
         self._max_waiting = max_waiting
         self._limits = limits
+        self._steps = Steps()
         self._residents = Residents(
             blocks=blocks,
             max_batch_size=max_batch_size,
             reserve_tokens=reserve_tokens,
             prompts=Prompts(limits.max_model_len),
-            is_computing=self._is_computing,
+            is_computing=self._steps.is_computing,
         )
         self._prompts = self._residents.prompts
         self.migrations = Migrations(
@@ -119,14 +115,20 @@ class DecodeScheduler:
         """Streams that move to other workers."""
         self.speculation = Speculator(speculation or SpeculationSection(method="off"))
         """What is drafted."""
-        self._times = StepTimes(self._prompts, self.migrations.cost)
-        self._step: list[tuple[Sequence, PlannedChunk]] = []
-        """What the engine computes now, in the order of the batch."""
-        self._following: list[tuple[Sequence, PlannedChunk]] = []
-        """What it computes after that, unless something comes between."""
-        self._step_began_at: float | None = None
-        """When the step before was over, or the first one after a pause was planned."""
+        self._times = StepTimes(self._prompts, self.migrations.cost, self.speculation)
+        self._planner = StepPlanner(
+            self._steps,
+            worker_id=worker_id,
+            residents=self._residents,
+            blocks=blocks,
+            migrations=self.migrations,
+            speculation=self.speculation,
+            chunk_tokens=chunk_tokens,
+            max_batch_tokens=max_batch_tokens,
+            fail=self.fail,
+        )
         self._num_held_tokens = 0
+        """Of hand-offs."""
         self._num_recomputed_tokens = 0
         self._num_lone_prompt_tokens = 0
         self._draining = False
@@ -146,7 +148,7 @@ class DecodeScheduler:
     @property
     def num_held_tokens(self) -> int:
         """Tokens of all committed hand-offs, and of all prompts begun here, whose KV was here already."""
-        return self._num_held_tokens
+        return self._num_held_tokens + self._planner.num_held_tokens
 
     @property
     def num_prompt_tokens_left(self) -> int:
@@ -171,16 +173,7 @@ class DecodeScheduler:
     @property
     def num_running_tokens(self) -> int:
         """Tokens of running sequences that have KV. What outputs of one prompt share counts once."""
-        num_tokens, seen, block_size = 0, set[HandoffId](), self._blocks.block_size
-        for sequence in self._residents.sequences.values():
-            if sequence.state is not SequenceState.RUNNING:
-                continue
-            num_tokens += sequence.num_computed
-            if sequence.handoff in seen:
-                num_in_full_blocks = sequence.job.num_known_tokens // block_size * block_size
-                num_tokens -= min(sequence.num_computed, num_in_full_blocks)
-            seen.add(sequence.handoff)
-        return num_tokens
+        return self._residents.num_running_tokens
 
     @property
     def num_growing(self) -> int:
@@ -359,126 +352,18 @@ class DecodeScheduler:
     # Steps ------------------------------------------------------------------------------------------------------------
 
     def plan_step(self, now: float, may_draw: Callable[[GenerationJob], bool] = lambda _: True) -> list[PlannedChunk]:
-        """One token for each running sequence, more for those that were preempted, and then as much of the prompts as
-        is due. Empty if nothing can be computed.
-
-        `may_draw` says whether it is known how to draw a sequence's next token; if not it has no part in the step, and
-        of a prompt all but the last token is computed. If it raises PdServeError, that ends the sequence.
-        """
-        assert not self._step and not self._following, "a step is running"
-        self._residents.resume()
-        budget = RECOMPUTE_TOKENS_PER_STEP
-        for sequence in list(self._residents.sequences.values()):
-            # The state is looked at late: one before it may have pushed this one out a moment ago.
-            if sequence.state is not SequenceState.RUNNING or not self._may_draw(sequence.job, may_draw):
-                continue
-            may_go_on = self.migrations.may_compute(sequence, len(sequence.tokens))
-            if not may_go_on or not self._residents.make_room(sequence):
-                continue
-            length = sequence.num_to_compute
-            if length > 1:
-                length = min(length, budget)
-                budget -= length
-            if length:
-                self._step.append((sequence, _chunk(sequence, length)))
-        self._plan_prompts(now, may_draw)
-        for index, draft in enumerate(self._drafts()):
-            sequence, chunk = self._step[index]
-            if not self._blocks.grow(sequence.key, len(sequence.tokens) + len(draft)):
-                # Another one has taken the last block.
-                held = self._blocks.num_held(sequence.key) * self._blocks.block_size
-                draft = draft[: held - len(sequence.tokens)]
-            if draft:
-                self._step[index] = (sequence, replace(chunk, draft=draft))
-        if not self._step:
-            self._step_began_at = None
-        elif self._step_began_at is None:
-            self._step_began_at = now
-        return [chunk for _, chunk in self._step]
-
-    def _drafts(self) -> list[tuple[int, ...]]:
-        """For each sequence of the step what may be computed with its next token. Nothing beside prompts and what is
-        computed again, with which there is enough to do."""
-        if any(chunk.is_prompt or not chunk.draws or len(chunk.token_ids) > 1 for _, chunk in self._step):
-            return []
-        return self.speculation.drafts(
-            [Candidate(sequence, self._room_for_draft(sequence)) for sequence, _ in self._step]
-        )
-
-    def _room_for_draft(self, sequence: Sequence) -> int:
-        """Tokens that may be drafted: without another one having to give way, and so that the output does not become
-        longer than it may. None in a sequence's first step, by which others measure how long steps take."""
-        if sequence.num_steps == 0:
-            return 0
-        num_blocks = self._blocks.num_held(sequence.key)
-        num_blocks += self._blocks.num_available > self._residents.num_growing
-        room = min(num_blocks * self._blocks.block_size - len(sequence.tokens), sequence.num_left - 1)
-        while room > 0 and not self.migrations.may_compute(sequence, len(sequence.tokens) + room):
-            room -= 1
-        return room
-
-    def _plan_prompts(self, now: float, may_draw: Callable[[GenerationJob], bool]) -> None:
-        """Add chunks of prompts to the step, in order of rank. A prompt gets its room when there are tokens for it; one
-        that finds none holds those back that are behind it and have none either."""
-        self._residents.refused = None
-        # A stream that begins meanwhile has to wait for the end of the step.
-        has_streams = bool(self._step) or self._residents.count(SequenceState.RESERVED) > 0
-        budget = self._chunk_tokens if has_streams else self._max_batch_tokens
-        budget -= sum(len(chunk.token_ids) for _, chunk in self._step if len(chunk.token_ids) > 1)
-        for prompt in self._prompts.ranked():
-            if budget <= 0:
-                return
-            if not prompt.sequences and (self._residents.refused or not self._residents.admit(prompt)):
-                continue
-            lead, length = prompt.sequences[0], min(prompt.num_left, budget)
-            if length == prompt.num_left and not self._may_draw(lead.job, may_draw):
-                length -= 1
-                if length == 0 or prompt not in self._prompts:
-                    continue
-            budget -= length
-            self._step.append((lead, prompt.chunk(length)))
-            if prompt.started_at is None:
-                prompt.started_at = now
-                self._num_held_tokens += lead.num_held
-                self._residents.emit(lead.job.router_id, *prompt.started(self._worker_id))
+        """See StepPlanner.plan. The step ends by `step_done` or `step_failed`."""
+        chunks = self._planner.plan(now, may_draw)
+        self._times.planned(now, idle=not chunks)
+        return chunks
 
     def plan_following(self) -> list[PlannedChunk]:
-        """The step after the one that runs, if only the tokens that this one draws are missing: one for each of the
-        same sequences. Empty if more may change, as far as can be told now.
-
-        It takes its turn when the running step is reported by `step_done`, and ends by `step_done`, `step_skipped` or
-        `step_failed` itself. A sequence that joins or leaves meanwhile does so after it, unless it is skipped.
-        """
-        assert self._step and not self._following, "there is one step to follow, and nothing follows it yet"
-        if self._residents.count(SequenceState.RUNNING) != len(self._step) or self._residents.count(
-            SequenceState.PREEMPTED
-        ):
-            return []
-        if len(self._prompts) and not self._residents.are_still_refused():
-            return []
-        for sequence, chunk in self._step:
-            is_last = chunk.output_index + 1 >= chunk.job.max_new_tokens
-            if sequence.state is not SequenceState.RUNNING or not chunk.draws or is_last:
-                return []
-            if chunk.job.sampling.penalizes or chunk.job.grammar is not None:
-                return []  # how to draw the next token depends on this one
-            if not self.migrations.may_compute(sequence, len(sequence.tokens) + 1):
-                return []
-            # Nobody has to give way for a step that may be skipped.
-            if not self._blocks.grow(sequence.key, len(sequence.tokens) + 1):
-                return []
-        # What is drafted for the next step depends on the tokens of this one, too. Where nothing would be drafted if
-        # it were for them, nothing is missed.
-        if any(chunk.draft for _, chunk in self._step) or any(self._drafts()):
-            return []
-        self._following = [(sequence, _chunk_after(chunk)) for sequence, chunk in self._step]
-        return [chunk for _, chunk in self._following]
+        """See StepPlanner.plan_following."""
+        return self._planner.plan_following()
 
     def step_skipped(self) -> None:
         """The step that followed another one is not computed after all."""
-        step, self._step = self._step, []
-        self._following = []
-        for sequence, _ in step:
+        for sequence, _ in self._steps.stopped():
             if sequence.state is SequenceState.LEAVING:
                 self._residents.leave(sequence)
 
@@ -501,9 +386,8 @@ class DecodeScheduler:
         For those that asked, `logprobs` has the log-probabilities of drawn tokens, by their index in `token_ids`, and
         `prompt_logprobs` those of the prompt's tokens that follow the tokens of a chunk, by the chunk's index.
         """
-        step, self._step, self._following = self._step, self._following, []
-        self._times.note([chunk for _, chunk in step], duration_s)
-        self._note_cost(step, now)
+        step = self._steps.done()
+        self._times.note(step, duration_s, now)
         drawn = enumerate(token_ids)
         for number, ((sequence, chunk), query_len) in enumerate(zip(step, query_lens, strict=True)):
             if chunk.is_prompt:
@@ -572,24 +456,9 @@ class DecodeScheduler:
         self._residents.emit(lead.job.router_id, *prompt.scored(chunk.start + 1, scored))
         if not chunk.draws:
             return
-        self._prompts.remove(prompt)
         keys = (HandoffId(job.request_id, job.attempt) for job in (chunk.job, *chunk.forks))
-        drawn = dict(zip(keys, outputs, strict=True))
-        over, num_prefilled = [], prompt.num_computed
-        for sequence in prompt.sequences:
-            row, token_id = drawn[sequence.key]
-            goes_on = sequence.state is SequenceState.PREFILLING
-            if goes_on:
-                # It was computed once, and is counted once.
-                sequence.num_prefilled, num_prefilled = num_prefilled, 0
-                event = prompt.first_token(sequence, token_id, logprobs.get(row), now)
-                self._residents.emit(sequence.job.router_id, event)
-                goes_on = event.finish_reason is None
-            self._residents.begin(sequence, lead, token_id, goes_on=goes_on, exact=True)
-            if not goes_on:
-                over.append(sequence)
-        for sequence in over:
-            self._residents.leave(sequence)
+        firsts = [(token_id, logprobs.get(row)) for row, token_id in outputs]
+        self._residents.begin_outputs(prompt, lead, dict(zip(keys, firsts, strict=True)), now)
 
     def fail(self, key: HandoffId, error: PdServeError) -> None:
         """What is drawn for this sequence is of no meaning, here or elsewhere. Before `step_done` if it is in the
@@ -608,10 +477,8 @@ class DecodeScheduler:
         Whether the device or one of the sequences is at fault is not known here, so each may be tried elsewhere; the
         router's bound on attempts ends one that fails every engine.
         """
-        step, self._step = self._step, []
-        self._following = []  # the engine skips it
-        self._step_began_at = None
-        for sequence, _ in step:
+        self._times.interrupted()
+        for sequence, _ in self._steps.stopped():  # the engine skips what follows
             if (prompt := self._prompts.of(sequence.key)) is not None:
                 self._residents.fail_prompt(prompt, error, retryable=True, blame=self._worker_id)
                 continue
@@ -619,48 +486,3 @@ class DecodeScheduler:
                 failure = JobFailed.of(sequence.key, error, retryable=True, blame=self._worker_id)
                 self._residents.report(sequence, failure)
             self._residents.leave(sequence)
-
-    # Inside -----------------------------------------------------------------------------------------------------------
-
-    def _note_cost(self, step: Seq[tuple[Sequence, PlannedChunk]], now: float) -> None:
-        """What drafts cost is seen in steps in which every sequence draws a token."""
-        began_at, self._step_began_at = self._step_began_at, now
-        if began_at is not None and all(len(chunk.token_ids) == 1 and chunk.draws for _, chunk in step):
-            num_drafted = sum(len(chunk.draft) for _, chunk in step)
-            self.speculation.stepped([sequence for sequence, _ in step], num_drafted, now - began_at)
-
-    def _is_computing(self, sequence: Sequence) -> bool:
-        """Whether a step computes into its blocks, or is about to."""
-        return any(sequence is computing for computing, _ in (*self._step, *self._following))
-
-    def _may_draw(self, job: GenerationJob, may_draw: Callable[[GenerationJob], bool]) -> bool:
-        try:
-            return may_draw(job)
-        except PdServeError as error:
-            self.fail(HandoffId(job.request_id, job.attempt), error)
-            return False
-
-
-def _chunk_after(chunk: PlannedChunk) -> PlannedChunk:
-    return PlannedChunk(
-        key=chunk.key,
-        job=chunk.job,
-        token_ids=(NOT_DRAWN,),
-        start=chunk.start + len(chunk.token_ids),
-        output_index=chunk.output_index + 1,
-        draws=True,
-        newest=(NOT_DRAWN,),
-    )
-
-
-def _chunk(sequence: Sequence, length: int) -> PlannedChunk:
-    start = sequence.num_computed
-    return PlannedChunk(
-        key=sequence.key,
-        job=sequence.job,
-        token_ids=tuple(sequence.tokens[start : start + length]),
-        start=start,
-        output_index=sequence.num_output,
-        draws=length == sequence.num_to_compute,
-        newest=tuple(sequence.tokens[-sequence.num_newest :]),
-    )

@@ -1,4 +1,4 @@
-"""How long steps take, and what of that prompts and lost KV are to blame for."""
+"""How long steps take, and what of that prompts, lost KV and drafts are to blame for."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from typing import Final
 
 from decode_worker.migration_cost import MigrationCost
 from decode_worker.prompts import Prompts
-from decode_worker.sequences import PlannedChunk
+from decode_worker.sequences import PlannedChunk, Sequence
+from decode_worker.speculation.speculator import Speculator
 
 STEP_SMOOTHING: Final = 0.1
 """Weight of the newest step in the running mean of step times."""
@@ -16,16 +17,32 @@ STEP_SMOOTHING: Final = 0.1
 class StepTimes:
     """Told of every step. Times are seconds."""
 
-    def __init__(self, prompts: Prompts, cost: MigrationCost) -> None:
-        """Prompts get their part of the steps in which they were; `cost` hears how fast they are computed."""
+    def __init__(self, prompts: Prompts, cost: MigrationCost, speculation: Speculator) -> None:
+        """Prompts get their part of the steps in which they were; `cost` hears how fast they are computed,
+        and `speculation` what drafts take."""
         self._prompts = prompts
         self._cost = cost
+        self._speculation = speculation
+        self._began_at: float | None = None
+        """When the step before was over, or the first one after a pause was planned."""
         self.mean_s = 0.0
         """Of steps without prompts; 0 before the first one."""
 
-    def note(self, chunks: Seq[PlannedChunk], duration_s: float) -> None:
+    def planned(self, now: float, *, idle: bool) -> None:
+        """A step begins; or there is nothing to compute: `idle`."""
+        if idle:
+            self._began_at = None
+        elif self._began_at is None:
+            self._began_at = now
+
+    def interrupted(self) -> None:
+        """The step did not come to its end."""
+        self._began_at = None
+
+    def note(self, step: Seq[tuple[Sequence, PlannedChunk]], duration_s: float, now: float) -> None:
         """A step is over. What it has taken longer because of prompts is counted as theirs, and not less than their
         part of it by tokens."""
+        chunks = [chunk for _, chunk in step]
         in_chunks = [chunk for chunk in chunks if chunk.is_prompt or len(chunk.token_ids) > 1]
         if in_chunks:
             num_tokens = sum(len(chunk.token_ids) for chunk in chunks)
@@ -39,3 +56,8 @@ class StepTimes:
         if not any(chunk.is_prompt for chunk in chunks):
             weight = STEP_SMOOTHING if self.mean_s else 1.0
             self.mean_s += weight * (duration_s - self.mean_s)
+        # What drafts cost is seen in steps in which every sequence draws a token.
+        began_at, self._began_at = self._began_at, now
+        if began_at is not None and all(len(chunk.token_ids) == 1 and chunk.draws for chunk in chunks):
+            num_drafted = sum(len(chunk.draft) for chunk in chunks)
+            self._speculation.stepped([sequence for sequence, _ in step], num_drafted, now - began_at)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import hashlib
 import time
@@ -23,6 +24,7 @@ from router.call_limits import client_of
 from router.core import RouterCore
 from router.generation import Ask, Generation
 from router.index import PrefixLocations
+from router.pulse import FIRST_WITHIN_S, Pulse
 from router.reader import Response
 from router.requests import RequestTable
 from router.resume_record import Source
@@ -50,8 +52,11 @@ TOKENS_AT_ONCE: Final = 256
 class InferenceServicer(pb_grpc.InferenceServicer):
     """See inference.proto."""
 
-    def __init__(self, core: RouterCore) -> None:
+    def __init__(self, core: RouterCore, *, heartbeat_s: float = FIRST_WITHIN_S) -> None:
+        """`heartbeat_s`: longest silence on a stream whose client has asked for heartbeats."""
         self._core = core
+        self._heartbeat_s = heartbeat_s
+        self._first_heartbeat_s = min(heartbeat_s, FIRST_WITHIN_S)
         core.takeover.understand(SOURCE_KIND, self._reread)
 
     async def Generate(  # noqa: N802
@@ -59,18 +64,30 @@ class InferenceServicer(pb_grpc.InferenceServicer):
     ) -> AsyncIterator[pb.GenerateResponse]:
         """See inference.proto."""
         received_at = time.monotonic()
+        heartbeats = request.heartbeats
+        # Not of the request but of this call: who sends the same without gets the same request.
+        request.ClearField("heartbeats")
         with self._core.counting_refusals():
             ask = dataclasses.replace(self._ask(request, self._caller(context)), client_trace=_client_trace(context))
             generation = self._core.open(ask, received_at=received_at, client_s=context.time_remaining())
-        async for response in self._responses(generation, (), context):
+        async for response in self._responses(generation, (), context, heartbeats=heartbeats):
             yield response
 
     async def Attach(  # noqa: N802
         self, request: pb.AttachRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> AsyncIterator[pb.GenerateResponse]:
         """See inference.proto."""
-        generation = await self._core.find(request.request_id, self._caller(context))
-        async for response in self._responses(generation, request.received_tokens, context):
+        finding = asyncio.ensure_future(self._core.find(request.request_id, self._caller(context)))
+        try:
+            # Whether the router that has it is gone may only be known when its lease has ended.
+            while request.heartbeats and not (await asyncio.wait({finding}, timeout=self._first_heartbeat_s))[0]:
+                yield _heartbeat(self._heartbeat_s)
+            generation = await finding
+        finally:
+            finding.cancel()
+        async for response in self._responses(
+            generation, request.received_tokens, context, heartbeats=request.heartbeats
+        ):
             yield response
 
     async def Cancel(  # noqa: N802
@@ -153,20 +170,33 @@ class InferenceServicer(pb_grpc.InferenceServicer):
         return Reread(self._ask(pb.GenerateRequest.FromString(body), b""), lambda generation: None)
 
     async def _responses(
-        self, generation: Generation, received: Sequence[int], context: grpc.aio.ServicerContext[Any, Any]
+        self,
+        generation: Generation,
+        received: Sequence[int],
+        context: grpc.aio.ServicerContext[Any, Any],
+        *,
+        heartbeats: bool,
     ) -> AsyncIterator[pb.GenerateResponse]:
         """Everything that comes after `received`. Raises what the request ends with."""
         reader = generation.read(received)
         # A client that leaves while a response is being written does not resume this generator; gRPC tells us here.
         context.add_done_callback(lambda _: reader.close())  # type: ignore[arg-type]  # the stub wants a class
         seq = 0
+        pulse = Pulse(reader, self._heartbeat_s) if heartbeats else None
         try:
-            await reader.caught_up()
-            tools = await self._tools(generation, received)
-            while not reader.done:
-                for response in await reader.next():
-                    yield _message(generation.name, seq, response, tools[response.index])
-                    seq += 1
+            with pulse or contextlib.nullcontext():
+                while not await reader.caught_up():
+                    yield _stated(pulse)
+                tools = await self._tools(generation, received)
+                while not reader.done:
+                    responses = await reader.next()
+                    for response in responses:
+                        yield _message(generation.name, seq, response, tools[response.index])
+                        seq += 1
+                    if not responses:
+                        yield _stated(pulse)
+                    elif pulse is not None:
+                        pulse.sent()
         finally:
             reader.close()
 
@@ -184,6 +214,16 @@ class InferenceServicer(pb_grpc.InferenceServicer):
                 # A long output must not hold up everybody else.
                 await asyncio.sleep(0)
         return tools
+
+
+def _stated(pulse: Pulse | None) -> pb.GenerateResponse:
+    assert pulse is not None, "nobody else nudges the reader"
+    pulse.stated()
+    return _heartbeat(pulse.interval_s)
+
+
+def _heartbeat(interval_s: float) -> pb.GenerateResponse:
+    return pb.GenerateResponse(heartbeat=pb.StreamHeartbeat(interval_s=interval_s))
 
 
 def _client_trace(context: grpc.aio.ServicerContext[Any, Any]) -> trace_context.TraceContext | None:

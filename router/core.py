@@ -66,6 +66,7 @@ class RouterCore:
             model=model.name,
             max_attempts=services.config.max_attempts,
             extra_s=services.config.resume_s,
+            metrics=services.metrics,
         )
         """Goes on with what other routers have left."""
         self.history = services.history

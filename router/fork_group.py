@@ -7,6 +7,7 @@ and tries again alone, and nothing that happens to it concerns the others.
 from __future__ import annotations
 
 import asyncio
+import functools
 from collections.abc import Sequence
 
 from pdserve.errors import PdServeError, UnavailableError
@@ -32,7 +33,7 @@ async def begin_group(requests: Sequence[Request], specs: Sequence[GenerationSpe
         request.use_names(names.fork())
     waiting = [request for request in requests if not request.ended]
     if len(waiting) == 1:
-        waiting[0].place()
+        waiting[0].attempts.place()
     elif waiting:
         _Search(waiting, admission)
 
@@ -43,15 +44,15 @@ class _Search:
 
     def __init__(self, waiting: Sequence[Request], admission: Admission) -> None:
         self._waiting = list(waiting)
-        self._placer = waiting[0].new_placer(self._dispatch, self._give_up)
+        self._placer = waiting[0].attempts.new_placer(self._dispatch, self._give_up)
         self._admission = admission
-        self._turn = waiting[0].new_turn(len(waiting))
+        self._turn = waiting[0].attempts.new_turn(len(waiting))
         for request in waiting:
-            request.placed_by_group(self._turn, self._leave)
+            request.attempts.placed_by_group(self._turn, functools.partial(self._leave, request))
         admission.enter(self._turn, self._look, self._refuse)
 
     def _look(self) -> None:
-        self._placer.search(self._waiting[0].needs)
+        self._placer.search(self._waiting[0].attempts.needs)
 
     def _leave(self, request: Request) -> None:
         self._waiting = [other for other in self._waiting if other is not request]
@@ -63,16 +64,17 @@ class _Search:
         requests = self._take_all()
         lead = requests[0]
         attempts = [
-            request.attempt_on(placement, num_outputs=len(requests), leads=request is lead) for request in requests
+            request.attempts.attempt_on(placement, num_outputs=len(requests), leads=request is lead)
+            for request in requests
         ]
         try:
             dispatch_together(attempts)
         except UnavailableError as error:
             for request, attempt in zip(requests, attempts, strict=True):
-                request.not_dispatched(attempt, error)
+                request.attempts.not_dispatched(attempt, error)
             return
         for request, attempt in zip(requests, attempts, strict=True):
-            request.dispatched(attempt)
+            request.attempts.dispatched(attempt)
 
     def _refuse(self, error: PdServeError) -> None:
         for request in self._take_all():
@@ -80,7 +82,7 @@ class _Search:
 
     def _give_up(self) -> None:
         for request in self._take_all():
-            request.no_worker()
+            request.attempts.no_worker()
 
     def _take_all(self) -> list[Request]:
         requests, self._waiting = self._waiting, []

@@ -353,6 +353,7 @@ class Generation:
                 deadline_s=self._deadline - time.monotonic(),
                 digest=ask.digest,
                 tenant=ask.tenant,
+                trace=ask.client_trace or self._requests[0].trace,
             )
         )
 

@@ -54,7 +54,7 @@ class Reader:
         self._open = set(range(len(logs)))
         self._failure: PdServeError | None = None
         self._closed = False
-        self._waiter: asyncio.Future[None] | None = None
+        self._waiter: asyncio.Future[bool] | None = None
         for index, log in enumerate(logs):
             if log.error is not None and self._failure is None:
                 self._failure = log.error
@@ -65,30 +65,36 @@ class Reader:
         """Whether every output was read to its end."""
         return not self._open
 
-    async def caught_up(self) -> None:
-        """Return once the outputs have reached the positions. Before the first `next`. Raises InvalidRequestError if
-        one has ended before, else as `next` does."""
+    async def caught_up(self) -> bool:
+        """True once the outputs have reached the positions; False after a `nudge` before. Before the first `next`.
+        Raises InvalidRequestError if one has ended before, else as `next` does."""
         while any(position > len(log) for position, log in zip(self._positions, self._logs, strict=True)):
             _positions(self._logs, self._positions, may_be_ahead=True)
-            await self._wait()
+            if await self._wait():
+                return False
+        return True
 
     async def next(self) -> Sequence[Response]:
         """What has come since the last time, at most one response for each output, as soon as there is anything. Not
-        after `done`.
+        after `done`. Nothing after a `nudge`.
 
         Raises the error that an output ended with, once all else is read, or at once why the reader was closed.
         """
         while True:
             responses = self._take_news()
-            if responses:
+            if responses or await self._wait():
                 return responses
-            await self._wait()
 
     async def rest(self) -> Sequence[Response]:
         """All that is still to come, once it is there: one response for each output. Raises as `next` does."""
         while any(not log.ended for log in self._logs) or self._failure is not None:
             await self._wait()
         return self._take_news()
+
+    def nudge(self) -> None:
+        """Whoever waits for something gets nothing at once, and may come back. Nobody waits: nothing happens."""
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(True)
 
     def close(self, reason: PdServeError | None = None) -> None:
         """Read no more: `next` raises `reason`, whatever is unread. None: the client has gone. Harmless when
@@ -147,21 +153,21 @@ class Reader:
             responses.append(Response(index, end, delta, summary))
         return responses
 
-    async def _wait(self) -> None:
-        """Until something has happened. Raises if nothing more can."""
+    async def _wait(self) -> bool:
+        """Until something has happened: False, or True if it was a nudge. Raises if nothing more can."""
         if self._failure is not None:
             # Each reader gets one of its own: raising adds frames to it.
             raise copy.copy(self._failure)
         assert self._open, "read to the end"
         self._waiter = asyncio.get_running_loop().create_future()
         try:
-            await self._waiter
+            return await self._waiter
         finally:
             self._waiter = None
 
     def _wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
+            self._waiter.set_result(False)
 
 
 def _positions(logs: Sequence[OutputLog], received: Sequence[int], *, may_be_ahead: bool) -> list[int]:

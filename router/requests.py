@@ -14,9 +14,12 @@ from pdserve.lifecycle import RequestState
 from pdserve.telemetry.context import TraceContext
 from router.admission import Reason, class_of
 from router.generation import Ask, Generation, GenerationServices, Inherit, Inheritance, Resolve
+from router.metrics import TakeoverOutcome
 from router.request import Request
 from router.request_services import RequestServices
 from router.retention import Retention
+from router.story import Asked
+from router.validation import ChatInput
 
 
 class RequestTable:
@@ -156,6 +159,7 @@ class RequestTable:
                 unique=not ask.named_by_client,
                 tenant=ask.tenant,
                 client_trace=ask.client_trace,
+                asked=Asked(chat=isinstance(ask.prompts[0].prompt, ChatInput), num_outputs=ask.num_outputs),
             ),
             self._on_end,
             deadline=deadline,
@@ -168,6 +172,8 @@ class RequestTable:
         """Another router has taken over a request, or one of its outputs."""
         active = self._generations.get(request_id) or self._active.get(request_id)
         if active is not None:
+            # Ends all outputs, so it comes here once.
+            self._services.metrics.took_over(TakeoverOutcome.LOST)
             active.fail(
                 WrongRouterError(
                     f"request_id: {request_id!r} is at router {owner!r} now; ask that one",
@@ -186,6 +192,7 @@ class RequestTable:
         unique: bool,
         tenant: bytes,
         client_trace: TraceContext | None,
+        asked: Asked,
     ) -> Request:
         def ended(request: Request) -> None:
             del self._active[name]
@@ -200,6 +207,7 @@ class RequestTable:
             tenant=tenant,
             on_end=ended,
             client_trace=client_trace,
+            asked=asked,
         )
         self._active[name] = request
         return request

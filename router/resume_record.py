@@ -15,6 +15,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
+from pdserve.telemetry.context import TraceContext, parse
+
 VERSION: Final = 1
 
 MAX_RESUME_NBYTES: Final = 4 << 20
@@ -55,6 +57,9 @@ class ResumeRecord:
     digest: bytes
     """See Ask; so is `tenant`."""
     tenant: bytes
+    trace: TraceContext | None = None
+    """Below which span it goes on: the client's, or else what this router calls it. None: it is not traced, or the
+    record was made by a version that did not say."""
 
 
 def encode(record: ResumeRecord) -> bytes:
@@ -75,6 +80,9 @@ def encode(record: ResumeRecord) -> bytes:
         "digest": record.digest.hex(),
         "tenant": record.tenant.hex(),
     }
+    if record.trace is not None:
+        # Read by whoever knows the field: both older and newer routers do without.
+        value["traceparent"] = record.trace.header
     return json.dumps(value, separators=(",", ":")).encode()
 
 
@@ -102,6 +110,7 @@ def decode(data: bytes) -> ResumeRecord:
             deadline_s=_seconds(value["deadline_s"]),
             digest=bytes.fromhex(value["digest"]),
             tenant=bytes.fromhex(value["tenant"]),
+            trace=_trace(value.get("traceparent", "")),
         )
     except (KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         raise ValueError(f"{type(error).__name__} in a field") from error
@@ -126,6 +135,12 @@ def _seconds(value: Any) -> float:
     if not math.isfinite(seconds):
         raise ValueError("not a number of seconds")
     return seconds
+
+
+def _trace(value: Any) -> TraceContext | None:
+    if not isinstance(value, str):
+        raise ValueError("not a traceparent")
+    return parse(value)
 
 
 def _packed(token_ids: Sequence[int]) -> bytes:

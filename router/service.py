@@ -36,6 +36,7 @@ from pdserve.tokenizer import Tokenizer, load_tokenizer
 from router.admission import Admission, AdmissionLimits, WorkersPredictor
 from router.api import ClusterServicer, InferenceServicer
 from router.authentication import Doorkeeper, KeyInterceptor
+from router.call_counting import CallCountingInterceptor
 from router.call_limits import CallLimitInterceptor
 from router.core import RouterCore, ServedModel
 from router.flight import trace_of
@@ -135,6 +136,7 @@ class RouterService:
         if keepers is not None:
             keeper = keepers["grpc"]
             limiter = CallLimiter(config.router.max_requests_per_key, keeper.max_requests, keeper.name_of)
+        counting = CallCountingInterceptor()
         endpoint = self._endpoint = GrpcEndpoint(
             config.router.listen,
             "router.listen",
@@ -145,6 +147,7 @@ class RouterService:
                 min_ping_interval_s=config.router.grpc_min_ping_interval_s,
             ),
             interceptors=[
+                counting,
                 *(() if keepers is None else (KeyInterceptor(keepers["grpc"]),)),
                 CallLimitInterceptor(limiter),
             ],
@@ -231,7 +234,8 @@ class RouterService:
         def store_available() -> bool:
             return directory.available and not journal.degraded
 
-        inference_pb2_grpc.add_InferenceServicer_to_server(InferenceServicer(core), endpoint.server)
+        inference = InferenceServicer(core, heartbeat_s=config.health.heartbeat_s)
+        inference_pb2_grpc.add_InferenceServicer_to_server(inference, endpoint.server)
         inference_pb2_grpc.add_ClusterServicer_to_server(
             ClusterServicer(
                 router_id=self.router_id,
@@ -255,6 +259,7 @@ class RouterService:
                 limiter=limiter,
                 index=index,
                 refusals=refusals,
+                grpc_calls=counting.counts,
                 store_available=store_available,
             )
             exposition = Exposition(metrics.values, StateReader(metrics, state))

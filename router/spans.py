@@ -1,6 +1,6 @@
 """The spans of one output, made from its story once it has ended.
 
-    chat {model}                      the router's span; its parent is the client's
+    chat {model}                      or text_completion {model}: the router's span; its parent is the client's
       tokenize, queue                 until the first attempt is sent
       attempt {n}                     what workers do of it; workers make their own spans below
         prefill_queue, prefill, kv_transfer, decode
@@ -17,7 +17,7 @@ from typing import Final
 from pdserve.lifecycle import RequestState
 from pdserve.telemetry.context import TraceContext
 from pdserve.telemetry.spans import SpanEvent, SpanRecord, Value
-from router.story import Moment, Story
+from router.story import Asked, Moment, Story
 
 PHASES: Final = ("tokenize", "queue", "prefill", "transfer", "handover", "decode")
 """Sum to the whole."""
@@ -41,7 +41,7 @@ def spans_of(story: Story, model: str) -> Iterator[SpanRecord]:
     root = story.span
     assert root is not None, "not traced"
     yield SpanRecord(
-        name=f"generate {model}",
+        name=f"{_operation(story.asked)} {model}",
         context=root,
         parent=story.parent,
         start=story.received_at,
@@ -60,7 +60,7 @@ def spans_of(story: Story, model: str) -> Iterator[SpanRecord]:
 def _attributes(story: Story, model: str) -> dict[str, Value]:
     phases = story.phases
     found: dict[str, Value] = {
-        "gen_ai.operation.name": "text_completion",
+        "gen_ai.operation.name": _operation(story.asked),
         "gen_ai.provider.name": "pdserve",
         "gen_ai.request.model": model,
         "gen_ai.response.model": model,
@@ -77,9 +77,36 @@ def _attributes(story: Story, model: str) -> dict[str, Value]:
         "pdserve.kv.transport": story.transport,
         "pdserve.kv.bytes": story.kv_bytes,
     }
+    found.update(_asked(story.asked))
     for name in PHASES:
         found[f"pdserve.phase.{name}_s"] = seconds_of(story, name)
     return found
+
+
+def _operation(asked: Asked) -> str:
+    return "chat" if asked.chat else "text_completion"
+
+
+def _asked(asked: Asked) -> Iterator[tuple[str, Value]]:
+    """What the conventions want of a request: what it says and what defaults were taken. Stop strings are text."""
+    values: dict[str, tuple[Value | None, Value | None]] = {
+        "gen_ai.request.max_tokens": (asked.max_tokens, None),
+        "gen_ai.request.temperature": (asked.temperature, None),
+        "gen_ai.request.top_p": (asked.top_p, None),
+        # From here on: left out if they change nothing.
+        "gen_ai.request.top_k": (asked.top_k, 0),
+        "gen_ai.request.presence_penalty": (asked.presence_penalty, 0.0),
+        "gen_ai.request.frequency_penalty": (asked.frequency_penalty, 0.0),
+        "gen_ai.request.choice.count": (asked.num_outputs, 1),
+        "pdserve.request.min_p": (asked.min_p, 0.0),
+        "pdserve.request.repetition_penalty": (asked.repetition_penalty, 1.0),
+    }
+    for name, (value, without) in values.items():
+        if value is not None and value != without:
+            yield name, value
+    if asked.seed is not None:
+        # Integers of OTLP are signed; ours has one bit more.
+        yield ("gen_ai.request.seed", asked.seed) if asked.seed < 2**63 else ("pdserve.request.seed", str(asked.seed))
 
 
 def seconds_of(story: Story, phase: str) -> float:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass, field
 from typing import Final
 
 from pdserve.lifecycle import RequestEvent, RequestState
 from pdserve.telemetry.context import TraceContext
+from pdserve.types import SamplingParams
 from router.timeline import Phases
 
 MAX_MOMENTS: Final = 256
@@ -59,6 +61,42 @@ class Trail:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """What a client has asked for, as far as it may be told and kept: numbers, no text, nothing that is large."""
+
+    chat: bool = False
+    """Whether the prompt is messages of a chat."""
+    num_outputs: int = 1
+    """Of the prompt."""
+    max_tokens: int | None = None
+    """None, as all that follow, if the request ended before its prompt was resolved. Else every default is resolved,
+    see SamplingParams."""
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    seed: int | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+
+    def resolved(self, sampling: SamplingParams, max_tokens: int) -> Asked:
+        """The same with what is known once the prompt is."""
+        return dataclasses.replace(
+            self,
+            max_tokens=max_tokens,
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k,
+            min_p=sampling.min_p,
+            seed=sampling.seed,
+            presence_penalty=sampling.presence_penalty,
+            frequency_penalty=sampling.frequency_penalty,
+            repetition_penalty=sampling.repetition_penalty,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Story:
     """Of one output, at its end or as it is now."""
 
@@ -82,6 +120,7 @@ class Story:
     decode_worker: str
     transport: str
     kv_bytes: int
+    asked: Asked = Asked()
     span: TraceContext | None = None
     """None: it is not traced."""
     parent: TraceContext | None = None

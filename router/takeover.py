@@ -8,18 +8,20 @@ those that begin here, whatever the other router still does before it notices.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import logging
 import time
 import weakref
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
 
-from pdserve.errors import PdServeError, UnavailableError, WrongRouterError
+from pdserve.errors import PdServeError, StoreError, UnavailableError, WrongRouterError
 from pdserve.lifecycle import RequestState
 from pdserve.store.requests import RequestRecord, RequestRecords, TakenOver, output_name
 from pdserve.store.router_lease import RouterLease
 from router.generation import Ask, Generation, Inheritance, specs_of_outputs
+from router.metrics import RouterMetrics, TakeoverOutcome
 from router.requests import RequestTable, stopping
 from router.resume_record import ResolvedPrompt, ResumeRecord, decode
 from router.validation import CheckedRequest, GenerationSpec
@@ -60,6 +62,7 @@ class Takeover:
         model: str,
         max_attempts: int,
         extra_s: float,
+        metrics: RouterMetrics,
     ) -> None:
         """`specify` makes the specification of a prompt that was resolved before. `max_attempts` is what each router
         gives a request. `extra_s`: a result that was complete before its deadline can be read for so long after it."""
@@ -72,6 +75,7 @@ class Takeover:
         # begin before it notices. One more, because outputs that were dispatched together may have one more.
         self._num_skipped = max_attempts + 1
         self._extra_s = extra_s
+        self._metrics = metrics
         self._kinds: dict[str, Callable[[bytes], Reread]] = {}
         self._locks: weakref.WeakValueDictionary[str, asyncio.Lock] = weakref.WeakValueDictionary()
 
@@ -92,8 +96,9 @@ class Takeover:
             existing = self._table.find(request_id)
             if existing is not None:
                 return existing
-            reread = self._reread(found)
-            heritage = await self._take(reread.ask, found)
+            with self._counting_failures():
+                reread = self._reread(found)
+                heritage = await self._take(reread.ask, found)
             if heritage is None:
                 return None
             existing = self._table.find(request_id)
@@ -112,8 +117,24 @@ class Takeover:
         if found is None:
             return None
         async with self._lock(ask.request_id):
-            heritage = await self._take(ask, found)
+            with self._counting_failures():
+                heritage = await self._take(ask, found)
         return None if heritage is None else heritage[0]
+
+    @contextlib.contextmanager
+    def _counting_failures(self) -> Iterator[None]:
+        """Around what is done of a request whose router is known to be gone."""
+        try:
+            yield
+        except WrongRouterError:
+            self._metrics.took_over(TakeoverOutcome.RACED)
+            raise
+        except StoreError:
+            self._metrics.took_over(TakeoverOutcome.FAILED)
+            raise
+        except UnavailableError:
+            self._metrics.took_over(TakeoverOutcome.REFUSED)
+            raise
 
     async def _find(self, request_id: str, digest: bytes | None = None) -> _Found | None:
         """What is left of a request whose router is gone; with `digest` only of that very request."""
@@ -125,6 +146,7 @@ class Takeover:
             left = decode(data)
         except ValueError as error:
             log.warning("request %s cannot be taken over: %s", request_id, error)
+            self._metrics.took_over(TakeoverOutcome.REFUSED)
             return None
         if digest is not None and digest != left.digest:
             return None
@@ -148,6 +170,7 @@ class Takeover:
             # By us, for a client that has gone.
             taken = await self._compare_and_set(taken)
         if taken is None:
+            self._metrics.took_over(TakeoverOutcome.EXPIRED)
             return None
         if isinstance(taken, RequestRecord):
             raise _wrong_router(name, taken.owner)
@@ -160,6 +183,7 @@ class Takeover:
             "request taken over",
             extra={"request_id": name, "from_router": record.owner, "epoch": taken.record.epoch},
         )
+        self._metrics.took_over(TakeoverOutcome.TAKEN)
         inheritance = Inheritance(
             specs=specs,
             outputs=outputs or [taken.record],
@@ -182,7 +206,13 @@ class Takeover:
         except (PdServeError, ValueError) as error:
             raise _not_accepted(name, error) from error
         ask = dataclasses.replace(
-            reread.ask, request_id=name, resumable=True, source=left.source, digest=left.digest, tenant=left.tenant
+            reread.ask,
+            request_id=name,
+            resumable=True,
+            source=left.source,
+            digest=left.digest,
+            tenant=left.tenant,
+            client_trace=left.trace,
         )
         return Reread(ask, reread.note)
 

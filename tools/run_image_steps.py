@@ -14,6 +14,7 @@ import json
 import os
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -25,6 +26,7 @@ from pdserve.testing.dockerfiles import Stage, read_dockerfile
 KEPT = ("PIP_INDEX_URL", "PIP_CONFIG_FILE", "PIP_CERT", "SSL_CERT_FILE", "HTTPS_PROXY", "HTTP_PROXY", "NO_PROXY")
 """How to reach a package index from here; everything else of the environment stays outside."""
 NAMESPACE = "PDSERVE_IMAGE_STEPS"
+"""Set in the process that has namespaces of its own: the directory for the root."""
 
 
 class Root:
@@ -41,9 +43,11 @@ class Root:
         for name, kind in (("proc", "proc"), ("tmp", "tmpfs")):
             subprocess.run(["mount", "-t", kind, kind, str(self._path / name)], check=True)
         subprocess.run(["mount", "--rbind", "/dev", str(self._path / "dev")], check=True)
-        # Where the base image has it. Copied, as its own place may be closed to the user of the image.
+        # Where the base image has it. Copied, as its own place may be closed to the user of the image; without
+        # the packages that are installed there, as the base image has none.
         local = self._path / "usr/local"
-        shutil.copytree(sys.base_prefix, local, symlinks=True, dirs_exist_ok=True)
+        skip = shutil.ignore_patterns("site-packages", "__pycache__")
+        shutil.copytree(sys.base_prefix, local, symlinks=True, dirs_exist_ok=True, ignore=skip)
         # Its shared library before the system's of the same name.
         subprocess.run(["chroot", str(self._path), "/sbin/ldconfig", "/usr/local/lib"], check=True)
         (local / "bin/python").unlink(missing_ok=True)
@@ -67,16 +71,16 @@ class Root:
                 self._copy(sources, self._path / directory.lstrip("/") / target)
             elif step.name == "RUN":
                 print(f"[{stage.name}] RUN {step.text[:100]}", flush=True)
-                self.run(["/bin/sh", "-c", step.text], environment, directory, check=True)
+                code = self.run(["/bin/sh", "-c", step.text], environment, directory)
+                if code != 0:
+                    raise SystemExit(f"error: exit code {code} of RUN {step.text}")
         return environment
 
-    def run(
-        self, command: list[str], environment: dict[str, str], directory: str, *, user: str = "0:0", check: bool = False
-    ) -> int:
+    def run(self, command: list[str], environment: dict[str, str], directory: str, *, user: str = "0:0") -> int:
         """Run a command inside. Returns its exit code."""
         inside = ["/usr/bin/env", "-C", directory, *command]
         chroot = ["chroot", f"--userspec={user}", str(self._path), *inside]
-        return subprocess.run(chroot, env=environment, check=check).returncode
+        return subprocess.run(chroot, env=environment, check=False).returncode
 
     def _copy(self, sources: list[str], target: Path) -> None:
         for source in sources:
@@ -108,25 +112,25 @@ def main() -> int:
     parser.add_argument("--content", type=Path, help="write what is in the image to this file")
     parser.add_argument("command", nargs="*", help="instead of the CMD of the file")
     arguments = parser.parse_args()
-    if os.environ.get(NAMESPACE) is None:
-        # Mounts that nobody else sees, and that are gone with the last process.
-        os.execvpe(
-            "unshare",
-            ["unshare", "--mount", "--pid", "--fork", sys.executable, *sys.argv],
-            os.environ | {NAMESPACE: "1"},
-        )
+    if NAMESPACE not in os.environ:
+        return _in_a_namespace()
     build, runtime = read_dockerfile(arguments.dockerfile)
+    return _try(build, runtime, Root(Path(os.environ[NAMESPACE]), Path.cwd()), arguments)
+
+
+def _in_a_namespace() -> int:
+    """Run this again where nobody else sees its mounts and processes. Both are gone when that ends, however it ends, so
+    that deleting the directory cannot reach what was mounted in it. Gives the exit code."""
+    # Ends the other process and deletes the directory, as Ctrl-C does.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     with tempfile.TemporaryDirectory(
         prefix="pdserve-image-", dir="/dev/shm" if _overlay_needs_tmpfs() else None
     ) as name:
-        try:
-            return _try(build, runtime, Path(name), arguments)
-        finally:
-            subprocess.run(["umount", "-R", "-l", f"{name}/root"], check=False)
+        command = ["unshare", "--mount", "--pid", "--fork", "--kill-child", sys.executable, *sys.argv]
+        return subprocess.run(command, env=os.environ | {NAMESPACE: name}, check=False).returncode
 
 
-def _try(build: Stage, runtime: Stage, directory: Path, arguments: argparse.Namespace) -> int:
-    root = Root(directory, Path.cwd())
+def _try(build: Stage, runtime: Stage, root: Root, arguments: argparse.Namespace) -> int:
     begin = time.monotonic()
     root.carry_out(build)
     environment = root.carry_out(runtime)

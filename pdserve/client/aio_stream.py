@@ -12,10 +12,12 @@ from typing import Self
 import grpc
 
 from pdserve.client.aio_connections import Connections
-from pdserve.client.failures import failure_of
+from pdserve.client.failures import failure_of, silence_of
 from pdserve.client.results import Generation, GenerationDelta
 from pdserve.client.session import Dial, GenerationSession
+from pdserve.client.silence import TICK_S
 from pdserve.errors import CancelledError, PdServeError
+from pdserve.rpc.v1 import inference_pb2 as pb
 
 
 class AsyncGenerationStream:
@@ -32,6 +34,10 @@ class AsyncGenerationStream:
         self._deadline = None if timeout_s is None else time.monotonic() + timeout_s
         self._outcome: Generation | PdServeError | None = None
         self._closed = asyncio.Event()
+        self._silence = session.silence
+        self._ticking = False
+        self._lost = False
+        """Whether the current call was given up because its router is silent."""
         self._open(session.dial())
 
     @property
@@ -89,7 +95,7 @@ class AsyncGenerationStream:
     async def _next_delta(self) -> GenerationDelta | None:
         """None when there is nothing new yet; then there may be an outcome."""
         try:
-            response = await anext(self._responses)
+            response = await self._next_response()
         except StopAsyncIteration:
             self._outcome = self._session.ended()
             return None
@@ -103,6 +109,12 @@ class AsyncGenerationStream:
             # grpc.aio reports a call that was cancelled through `close()` of another task or of the client in the same
             # way as the cancellation of the reading task; only the latter may be passed on as such.
             task = asyncio.current_task()
+            if self._lost and not self._closed.is_set() and (task is None or task.cancelling() == 0):
+                if self._session.complete:
+                    self._outcome = self._session.ended()
+                else:
+                    await self._go_on(None)
+                return None
             if task is not None and task.cancelling() == 0:
                 raise self._session.named(
                     CancelledError("the connection was closed while the request was running")
@@ -111,10 +123,38 @@ class AsyncGenerationStream:
         self._connections.preferred = self._dial.router
         return self._session.received(response)
 
-    async def _go_on(self, error: grpc.RpcError) -> None:
+    async def _next_response(self) -> pb.GenerateResponse:
+        if self._silence is None:
+            return await anext(self._responses)
+        self._silence.begin()
+        if not self._ticking:
+            self._ticking = True
+            self._tick()
+        try:
+            return await anext(self._responses)
+        finally:
+            self._silence.end()
+
+    def _tick(self) -> None:
+        """Look whether the router is silent, for as long as anybody reads."""
+        assert self._silence is not None
+        self._ticking = self._silence.waiting
+        if self._silence.too_long(time.monotonic()):
+            self._lost = True
+            self._call.cancel()
+        if self._ticking:
+            asyncio.get_running_loop().call_later(TICK_S, self._tick)
+
+    async def _go_on(self, error: grpc.RpcError | None) -> None:
+        """After a failed call, or (None) a silent one."""
         if self._closed.is_set():
             return
-        failure = failure_of(error, self._connections.routers[self._dial.router].address, self._timeout_s)
+        address = self._connections.routers[self._dial.router].address
+        if self._lost or error is None:
+            assert self._silence is not None
+            failure = silence_of(address, self._silence.limit_s)
+        else:
+            failure = failure_of(error, address, self._timeout_s)
         dial = self._session.failed(failure, time.monotonic(), self._deadline)
         if dial.pause_s:
             with contextlib.suppress(TimeoutError):
@@ -125,6 +165,7 @@ class AsyncGenerationStream:
     def _open(self, dial: Dial) -> None:
         left_s = None if self._deadline is None else self._deadline - time.monotonic()
         self._dial = dial
+        self._lost = False
         self._call = self._connections.open(dial, left_s)
         self._responses = self._call.__aiter__()
 

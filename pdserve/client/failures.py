@@ -19,6 +19,8 @@ class CallFailure:
     error: PdServeError
     answered: bool
     """Whether a router has said so. False: the connection failed, and what the router thinks is not known."""
+    silent: bool = False
+    """The connection was given up because nothing came over it: the router may be frozen, so others are better."""
 
 
 def failure_of(call: grpc.RpcError, address: str, timeout_s: float | None) -> CallFailure:
@@ -36,6 +38,15 @@ def failure_of(call: grpc.RpcError, address: str, timeout_s: float | None) -> Ca
         # Whether we gave up or the router did first is a matter of milliseconds: it has been given the same time.
         return CallFailure(no_answer_in_time(address, timeout_s), answered=True)
     return CallFailure(error_of(call), answered=True)
+
+
+def silence_of(address: str, limit_s: float) -> CallFailure:
+    """Of a call on which nothing was heard for `limit_s`."""
+    error = UnavailableError(
+        f"the router at {address} has sent nothing for {limit_s:g} s, not even a heartbeat: it is frozen or cut off "
+        "(a router without heartbeats needs retry.silence_s=0)"
+    )
+    return CallFailure(error, answered=False, silent=True)
 
 
 def no_answer_in_time(address: str, timeout_s: float) -> DeadlineExceededError:

@@ -27,10 +27,17 @@ class RetryPolicy:
     resume_s: float = 10.0
     """How long a broken stream is tried to be continued. The routers' own default, `router.resume_s`, is the same."""
 
+    silence_s: float | None = None
+    """How long the router of a `resumable` stream may say nothing, no heartbeat either, before it is taken for lost.
+    None: four of the intervals that it states, which makes 4 s by default. 0: for ever, as routers without heartbeats
+    need it."""
+
     def __post_init__(self) -> None:
         if self.max_attempts < 1:
             raise ConfigError(f"retry.max_attempts: must be at least 1, got {self.max_attempts}")
         seconds = {"first_pause_s": self.first_pause_s, "max_pause_s": self.max_pause_s, "resume_s": self.resume_s}
+        if self.silence_s is not None:
+            seconds["silence_s"] = self.silence_s
         for name, value in seconds.items():
             if not 0 <= value < math.inf:
                 raise ConfigError(f"retry.{name}: must be a number of seconds, got {value}")
@@ -41,7 +48,7 @@ class RetryPolicy:
         return longest * _random.uniform(0.5, 1.0) + (retry_after_s or 0.0)
 
 
-NO_RETRIES = RetryPolicy(max_attempts=1, resume_s=0.0)
+NO_RETRIES = RetryPolicy(max_attempts=1, resume_s=0.0, silence_s=0.0)
 """Errors are raised as they come."""
 
 

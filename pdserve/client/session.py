@@ -13,6 +13,7 @@ from pdserve.client.failures import CallFailure
 from pdserve.client.requests import new_request_id
 from pdserve.client.results import Generation, GenerationDelta
 from pdserve.client.retries import RetryPolicy, Turn, Turns
+from pdserve.client.silence import Silence
 from pdserve.errors import (
     AlreadyExistsError,
     DeadlineExceededError,
@@ -67,6 +68,11 @@ class GenerationSession:
         self._broken_at: float | None = None
         """When the stream broke that is being continued."""
 
+        # A request that ends with its connection is better waited for.
+        heartbeats = self.resumable and policy.silence_s != 0
+        self.silence = Silence(policy.silence_s) if heartbeats else None
+        """Of the current call. None: it may be silent for ever."""
+
     @property
     def request_id(self) -> str:
         """Name of the request; empty while only the router knows it."""
@@ -100,6 +106,10 @@ class GenerationSession:
     def received(self, response: pb.GenerateResponse) -> GenerationDelta | None:
         """Take a response; None if it says nothing new. Raises InternalError if it does not follow the last one."""
         self._heard = True
+        if response.HasField("heartbeat"):
+            if self.silence is not None:
+                self.silence.stated(response.heartbeat.interval_s)
+            return None
         delta = self._collector.add(response)
         if delta is not None:
             self._turns.succeeded()
@@ -118,7 +128,11 @@ class GenerationSession:
         the deadline is not tried.
         """
         error = failure.error
-        turn = self._continue(failure, now) if self._collector.begun else self._start_again(error)
+        if failure.silent and self._num_routers == 1:
+            # There is no other one. It has the request, and is waited for as long as it is frozen.
+            turn: Turn | None = self._turns.again()
+        else:
+            turn = self._continue(failure, now) if self._collector.begun else self._start_again(error)
         if turn is None or (deadline is not None and now + turn.pause_s >= deadline):
             raise self.named(error)
         self._any_failed = True
@@ -152,7 +166,7 @@ class GenerationSession:
             return None
         if self._broken_at is None and self.resumable and self._policy.resume_s:
             self._broken_at = now
-            if not failure.answered:
+            if not failure.answered and not failure.silent:
                 # The connection has just broken: the router itself may be well.
                 return self._turns.again()
         given_up = self._broken_at is None or now - self._broken_at >= self._policy.resume_s
@@ -181,8 +195,10 @@ class GenerationSession:
         self._collector.start_call()
         if self._generate is None or self._collector.begun:
             attach = pb.AttachRequest(request_id=self.request_id, received_tokens=self._collector.cursor)
+            attach.heartbeats = self.silence is not None
             return Dial(turn.router, turn.pause_s, attach)
         request = pb.GenerateRequest()
         request.CopyFrom(self._generate)
         request.request_id = self.request_id
+        request.heartbeats = self.silence is not None
         return Dial(turn.router, turn.pause_s, request)

@@ -14,6 +14,7 @@ from pdserve.client.endpoints import Endpoints
 from pdserve.client.failures import failure_of
 from pdserve.client.retries import RetryPolicy, Turns
 from pdserve.client.session import Dial
+from pdserve.client.sync_watch import Watch
 from pdserve.errors import CancelledError, PdServeError
 from pdserve.rpc.v1 import inference_pb2 as pb
 from pdserve.rpc.v1 import inference_pb2_grpc as rpc
@@ -48,6 +49,7 @@ class Connections:
 
     def __init__(self, endpoints: Endpoints, policy: RetryPolicy) -> None:
         self.policy = policy
+        self.watch = Watch()
         self.preferred = 0
         """Place of the router that answered last. Threads may overwrite each other: it is only a hint."""
         self._metadata = endpoints.metadata

@@ -10,11 +10,12 @@ from typing import Self
 
 import grpc
 
-from pdserve.client.failures import failure_of
+from pdserve.client.failures import failure_of, silence_of
 from pdserve.client.results import Generation, GenerationDelta
 from pdserve.client.session import Dial, GenerationSession
 from pdserve.client.sync_connections import Connections, StreamCall
 from pdserve.errors import CancelledError, PdServeError
+from pdserve.rpc.v1 import inference_pb2 as pb
 
 
 class GenerationStream:
@@ -31,8 +32,13 @@ class GenerationStream:
         self._deadline = None if timeout_s is None else time.monotonic() + timeout_s
         self._outcome: Generation | PdServeError | None = None
         self._closed = threading.Event()
+        self._silence = session.silence
+        self._lost_call: StreamCall | None = None
+        """The call that was given up because its router is silent."""
         self._dial = session.dial()
         self._call = self._open(self._dial)
+        if self._silence is not None:
+            connections.watch.add(self)
 
     @property
     def request_id(self) -> str:
@@ -53,9 +59,11 @@ class GenerationStream:
                 self._outcome = error
                 if self._session.may_go_on_after(error):
                     self._stop()
+                self._connections.watch.remove(self)
                 raise
             if delta is not None:
                 return delta
+        self._connections.watch.remove(self)
         raise StopIteration
 
     def result(self) -> Generation:
@@ -72,6 +80,7 @@ class GenerationStream:
         """Cancel the request if it still runs, and end the iteration. Harmless when repeated."""
         if not self._closed.is_set():
             self._closed.set()
+            self._connections.watch.remove(self)
             if self._outcome is None:
                 self._stop()
 
@@ -86,7 +95,7 @@ class GenerationStream:
     def _next_delta(self) -> GenerationDelta | None:
         """None when there is nothing new yet; then there may be an outcome."""
         try:
-            response = next(self._call)
+            response = self._next_response()
         except StopIteration:
             self._outcome = self._session.ended()
             return None
@@ -99,6 +108,22 @@ class GenerationStream:
         self._connections.preferred = self._dial.router
         return self._session.received(response)
 
+    def _next_response(self) -> pb.GenerateResponse:
+        if self._silence is None:
+            return next(self._call)
+        self._silence.begin()
+        try:
+            return next(self._call)
+        finally:
+            self._silence.end()
+
+    def look(self, now: float) -> None:
+        """See Watched: give the call up if the router is silent."""
+        call = self._call
+        if self._silence is not None and self._silence.too_long(now):
+            self._lost_call = call
+            call.cancel()
+
     def _go_on(self, error: grpc.RpcError) -> None:
         if self._closed.is_set():
             return
@@ -106,7 +131,11 @@ class GenerationStream:
             raise self._session.named(
                 CancelledError("the connection was closed while the request was running")
             ) from error
-        failure = failure_of(error, self._connections.routers[self._dial.router].address, self._timeout_s)
+        address = self._connections.routers[self._dial.router].address
+        if self._silence is not None and self._lost_call is self._call:
+            failure = silence_of(address, self._silence.limit_s)
+        else:
+            failure = failure_of(error, address, self._timeout_s)
         self._dial = self._session.failed(failure, time.monotonic(), self._deadline)
         if self._dial.pause_s and self._closed.wait(self._dial.pause_s):
             return

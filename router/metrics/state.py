@@ -48,6 +48,8 @@ class RouterState:
     index: PrefixIndex
     refusals: Mapping[str, Refusals]
     """By port: grpc, http."""
+    grpc_calls: Mapping[tuple[str, str], int]
+    """Those that have ended, by method and status."""
     store_available: Callable[[], bool]
 
 
@@ -77,6 +79,8 @@ class StateReader:
         for port, account in state.refusals.items():
             for reason, number in account.counts.items():
                 values.set(table.STRANGERS, port, reason.value, to=number)
+        for (method, status), number in state.grpc_calls.items():
+            values.set(table.GRPC_CALLS, method, status, to=number)
         self._read_admission()
         workers = state.pool.workers
         self._read_workers(workers)

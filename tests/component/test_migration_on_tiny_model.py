@@ -57,6 +57,7 @@ def make_config(redis_url: str, cluster_name: str, model: Path, **decode: object
         kv={"num_blocks": 300},
         # A busy machine is slow long before it is dead.
         health={"heartbeat_s": 0.5, "peer_timeout_s": 20.0},
+        store={"lease_ttl_s": 20.0, "timeout_s": 20.0},
         decode={"drain_timeout_s": 0.05, "migrate": "always", **decode},
     )
 

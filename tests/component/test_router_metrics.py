@@ -11,11 +11,13 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Final
 
+import grpc
 import pytest
 
 from pdserve.metrics import router_table as table
 from pdserve.metrics import vllm_table as vllm
 from pdserve.metrics.definitions import Metric
+from pdserve.rpc.v1 import inference_pb2 as pb
 from pdserve.rpc.v1 import worker_pb2
 from pdserve.store.client import Store
 from pdserve.store.embedded import EmbeddedRedis
@@ -53,6 +55,8 @@ INDEXED: Final = (table.INDEX_BLOCKS,)
 STORE: Final = (table.STORE_AVAILABLE,)
 STOPPING: Final = (table.DRAINING,)
 CONSTANT: Final = (table.BUILD_INFO,)
+CALLED: Final = (table.GRPC_CALLS,)
+TAKEN: Final = (table.TAKEOVERS,)
 STRANGERS: Final = (table.STRANGERS,)
 """Moved in test_security_clients.py."""
 
@@ -84,7 +88,7 @@ async def moving(rig: RouterRig, metrics: Metrics) -> AsyncIterator[Scrape]:
 def test_every_documented_metric_is_moved_by_a_test_of_this_file() -> None:
     groups = (
         SERVED, REPEATED, STALE, IN_PROGRESS, WAITING, MIGRATED, RECOVERED, REFUSED, LOAD, JOINED, INDEXED, STORE,
-        STOPPING, CONSTANT, STRANGERS,
+        STOPPING, CONSTANT, CALLED, TAKEN, STRANGERS,
     )  # fmt: skip
     assert {m.name for group in groups for m in group} == {m.name for m in (*table.ROUTER_METRICS, *vllm.VLLM_METRICS)}
 
@@ -376,3 +380,98 @@ async def test_vllms_names_can_be_left_out(rigs: RouterRigs, vllm_metrics: bool)
         await rig.client.generate(ask(2))
         names = {name for name in (await scrape(rig)).types if name.startswith("vllm:")}
         assert names == ({metric.name for metric in vllm.VLLM_METRICS} if vllm_metrics else set())
+
+
+async def test_calls_over_grpc_are_counted_by_method_and_status_once_they_have_ended(rigs: RouterRigs) -> None:
+    async with rigs.start() as rig:
+        decode = rig.fleet.decode["d0"]
+        async with moving(rig, CALLED):
+            await rig.client.generate(ask(4))
+            await rig.client.error(ask(-1))
+            assert await rig.client.info_of("nobody") is None
+            for number in range(3):
+                unknown = rig.client.channel.unary_unary(f"/made.up.Service/Method{number}")
+                with pytest.raises(grpc.aio.AioRpcError):
+                    await unknown(b"")
+            decode.before_step.hold()
+            call = rig.client.inference.Generate(ask(8, request_id="left"))
+            await eventually(lambda: decode.before_step.num_waiting == 1, "it is decoding")
+            running = await scrape(rig)
+            call.cancel()
+            await rig.wait_ended("left")
+            decode.before_step.release()
+        expected = {
+            ("Inference/Generate", "OK"): 1,
+            ("Inference/Generate", "INVALID_ARGUMENT"): 1,
+            ("Inference/Generate", "CANCELLED"): 1,
+            ("unknown", "UNIMPLEMENTED"): 3,
+        }
+
+        async def counted() -> bool:
+            after = await scrape(rig)
+            return all(
+                after.value("pdserve_router_grpc_calls_total", method=method, status=status) == number
+                for (method, status), number in expected.items()
+            )
+
+        await eventually(counted, "every call that has ended is counted")
+        assert running.value("pdserve_router_grpc_calls_total", method="Inference/Generate") == 2
+        after = await scrape(rig)
+        assert after.value("pdserve_router_grpc_calls_total", method="Inference/GetRequest", status="NOT_FOUND") >= 1
+        assert after.value("pdserve_router_grpc_calls_total", method="Cluster/GetStatus", status="OK") >= 1
+        assert "made.up" not in after.text and "Method1" not in after.text
+
+
+async def test_a_takeover_is_counted_once_at_either_end_however_many_outputs_there_are(
+    rigs: RouterRigs, store: Store
+) -> None:
+    async with rigs.start() as rig, rigs.router() as (first, client):
+        await eventually(lambda: first.pool.has_usable_pair, "the first router has workers")
+        rig.fleet.decode["d0"].before_step.hold()
+        call = client.inference.Generate(ask(12, request_id="x", n=3, resumable=True), timeout=20.0)
+        received = [0, 0, 0]
+        while sum(received) < 3:
+            response = await call.read()
+            received[response.index] = response.num_tokens
+        lease = first._lease
+        assert lease is not None
+        async with moving(rig, TAKEN):
+
+            async def rest() -> int:
+                attached = rig.client.inference.Attach(pb.AttachRequest(request_id="x", received_tokens=received))
+                return sum([len(response.token_ids) async for response in attached])
+
+            async with lease._writing:
+                # As if it were frozen: it does not renew.
+                reading = asyncio.create_task(rest())
+
+                async def taken() -> bool:
+                    return (await scrape(rig)).value("pdserve_router_takeovers_total", outcome="taken") == 1
+
+                await eventually(taken, "the other router has it")
+            rig.fleet.decode["d0"].before_step.release()
+            assert await reading == 3 * 12 - sum(received)
+
+        async def lost() -> bool:
+            return (await Scrape.of(first.http_address)).value("pdserve_router_takeovers_total", outcome="lost") > 0
+
+        await eventually(lost, "the first router has noticed")
+        theirs, ours = await Scrape.of(first.http_address), await scrape(rig)
+        assert theirs.value("pdserve_router_takeovers_total") == 1
+        assert ours.value("pdserve_router_takeovers_total") == 1
+
+
+async def test_what_cannot_be_taken_over_is_counted_with_the_reason(rigs: RouterRigs, store: Store) -> None:
+    async with rigs.start() as rig:
+        rig.fleet.decode["d0"].before_step.hold()
+        async with rigs.router() as (first, client):
+            await eventually(lambda: first.pool.has_usable_pair, "the first router has workers")
+            call = client.inference.Generate(ask(12, request_id="x", resumable=True), timeout=20.0)
+            await call.read()
+            await store.command("SET", store.keys.resume("x"), b"{}", "PX", "60000")
+            call.cancel()
+        rig.fleet.decode["d0"].before_step.release()
+        with pytest.raises(grpc.aio.AioRpcError):
+            async for _ in rig.client.inference.Attach(pb.AttachRequest(request_id="x", received_tokens=[1])):
+                pass
+        assert (await scrape(rig)).value("pdserve_router_takeovers_total", outcome="refused") == 1

@@ -195,6 +195,8 @@ async def test_every_path_but_health_wants_a_key_even_those_that_do_not_exist(gu
         assert (await client.get("/nothing")).status_code == 401
         assert (await client.get("/health/../v1/models")).status_code == 401
     assert statuses.pop("/health") == 200
+    # The files of the page say nothing of the deployment; what it shows is behind the key.
+    assert (statuses.pop("/dashboard"), statuses.pop("/dashboard/assets/{asset}")) == (200, 404)
     assert set(statuses.values()) == {401}
 
 

@@ -7,11 +7,15 @@ from pathlib import Path
 import grpc
 import httpx2
 import pytest
+from opentelemetry.proto.trace.v1.trace_pb2 import Span
 
 from pdserve.rpc.v1 import common_pb2, inference_pb2_grpc
 from pdserve.rpc.v1 import inference_pb2 as pb
+from pdserve.store.client import Store
 from pdserve.testing.cluster import InProcessCluster, test_config
+from pdserve.testing.http_rig import make_chat_model
 from pdserve.testing.otlp_receiver import OtlpReceiver, ReceivedSpan, receiving
+from pdserve.testing.router_rig import RouterRigs, ask
 from pdserve.testing.tiny_models import make_tiny_kv
 from pdserve.testing.waiting import eventually
 
@@ -41,6 +45,11 @@ def cluster_at(collector: OtlpReceiver, redis_url: str, name: str, model: Path, 
     return InProcessCluster(config, router=True)
 
 
+@pytest.fixture(scope="module")
+def chat_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_chat_model(tmp_path_factory.mktemp("chat-model"))
+
+
 def is_complete(receiver: OtlpReceiver) -> bool:
     services = {(one.service, one.name) for one in receiver.spans}
     return {
@@ -57,7 +66,7 @@ def assert_connected(spans: list[ReceivedSpan], parent: str) -> None:
     assert len(ids) == len(spans)
     outside = [one for one in spans if one.span.parent_span_id not in ids]
     assert [one.span.parent_span_id.hex() for one in outside] == [parent]
-    assert outside[0].name.startswith("generate ")
+    assert outside[0].name.startswith(("chat ", "text_completion "))
 
 
 async def wait_ready(cluster: InProcessCluster) -> str:
@@ -74,6 +83,7 @@ async def test_a_request_over_http_is_one_trace_across_all_three_below_the_clien
         async with cluster_at(receiver, redis_url, cluster_name, model) as cluster:
             url = await wait_ready(cluster)
             body = {"prompt": SECRET * 4, "max_tokens": 6, "ignore_eos": True, "request_id": "traced", "temperature": 0}
+            body |= {"stop": [SECRET * 2], "seed": 7, "top_k": 5}
             async with httpx2.AsyncClient(timeout=30.0) as client:
                 answer = await client.post(f"{url}/v1/completions", json=body, headers={"traceparent": TRACEPARENT})
                 answer.raise_for_status()
@@ -83,7 +93,17 @@ async def test_a_request_over_http_is_one_trace_across_all_three_below_the_clien
     assert_connected(spans, CLIENT_SPAN)
     assert {one.service for one in spans} == {"pdserve-router", "pdserve-prefill", "pdserve-decode"}
     assert {one.name for one in spans if one.service == "pdserve-router"} >= set(PHASES)
-    root = next(one for one in spans if one.name.startswith("generate "))
+    root = next(one for one in spans if one.name.startswith("text_completion "))
+    assert root.attributes["gen_ai.operation.name"] == "text_completion"
+    assert {name: value for name, value in root.attributes.items() if ".request." in name} == {
+        "gen_ai.request.model": root.name.removeprefix("text_completion "),
+        "gen_ai.request.max_tokens": 6,
+        "gen_ai.request.temperature": 0.0,
+        "gen_ai.request.top_p": 1.0,
+        "gen_ai.request.top_k": 5,
+        "gen_ai.request.seed": 7,
+        "pdserve.request.state": "FINISHED",
+    }
     assert root.attributes["gen_ai.usage.output_tokens"] == 6
     assert root.attributes["gen_ai.response.id"] == "traced"
     assert timeline["outputs"][0]["trace_id"] == TRACE_ID
@@ -128,3 +148,70 @@ async def test_who_says_not_sampled_or_asks_for_nothing_at_ratio_0_is_not_traced
                     answer.raise_for_status()
         # Stopping sends what is left.
         assert receiver.spans == []
+
+
+CHAT = pb.ChatPrompt(messages=[pb.ChatMessage(role="user", content=SECRET)])
+LARGEST_SEED = 2**64 - 1
+
+
+async def test_a_chat_is_called_so_and_says_what_was_asked_for_but_not_its_text(
+    redis_url: str, store: Store, chat_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with receiving() as receiver:
+        monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", f"http://{receiver.address}")
+        async with RouterRigs(store, redis_url, chat_model).start() as rig:
+            sampling = common_pb2.SamplingParams(
+                temperature=0.5, top_p=0.75, min_p=0.125, presence_penalty=0.25, seed=LARGEST_SEED
+            )
+            stop = common_pb2.StopParams(max_tokens=3, ignore_eos=True, stop=[SECRET])
+            await rig.client.generate(ask(chat=CHAT, sampling=sampling, stop=stop, n=2))
+        # Stopping sends what is left.
+        first, second = (one for one in receiver.spans if one.span.kind == Span.SPAN_KIND_SERVER)
+    wanted = {
+        "gen_ai.request.model": "tiny",
+        "gen_ai.request.max_tokens": 3,
+        "gen_ai.request.temperature": 0.5,
+        "gen_ai.request.top_p": 0.75,
+        "gen_ai.request.presence_penalty": 0.25,
+        "gen_ai.request.choice.count": 2,
+        "pdserve.request.min_p": 0.125,
+        "pdserve.request.state": "FINISHED",
+    }
+    # The second output has the seed after the first one's, which begins again at 0.
+    for root, seed in ((first, {"pdserve.request.seed": str(LARGEST_SEED)}), (second, {"gen_ai.request.seed": 0})):
+        assert root.name == "chat tiny"
+        assert root.attributes["gen_ai.operation.name"] == "chat"
+        assert {name: value for name, value in root.attributes.items() if ".request." in name} == wanted | seed
+    assert all(SECRET not in str(one.span) for one in receiver.spans), "no text of prompts"
+
+
+@pytest.mark.parametrize("client", [TRACEPARENT, ""])
+async def test_a_request_that_is_taken_over_stays_in_its_trace(
+    client: str, redis_url: str, store: Store, chat_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rigs = RouterRigs(store, redis_url, chat_model)
+    with receiving() as receiver:
+        monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", f"http://{receiver.address}")
+        async with rigs.start() as rig:
+            decode = rig.fleet.decode["d0"]
+            async with rigs.router() as (first, channel):
+                await eventually(lambda: first.pool.has_usable_pair, "the first router has workers")
+                decode.before_step.hold()
+                metadata = (("traceparent", client),) if client else ()
+                request = ask(8, request_id="x", resumable=True, chat=CHAT)
+                call = channel.inference.Generate(request, metadata=metadata, timeout=20.0)
+                await call.read()
+            decode.before_step.release()
+            async for _ in rig.client.inference.Attach(pb.AttachRequest(request_id="x", received_tokens=[1])):
+                pass
+        begun, taken = (one for one in receiver.spans if one.span.kind == Span.SPAN_KIND_SERVER)
+    assert begun.name == taken.name == "chat tiny"
+    assert [event.name for event in taken.span.events] == ["taken_over"]
+    assert taken.span.trace_id == begun.span.trace_id
+    if client:
+        assert taken.span.trace_id.hex() == TRACE_ID
+        assert taken.span.parent_span_id.hex() == begun.span.parent_span_id.hex() == CLIENT_SPAN
+    else:
+        assert taken.span.parent_span_id == begun.span.span_id
+        assert not begun.span.parent_span_id
+    assert taken.span.span_id != begun.span.span_id

@@ -133,7 +133,7 @@ async def test_a_transport_that_cannot_be_connected_is_left_out() -> None:
 
 async def test_without_any_transport_that_works_the_hand_off_ends_with_a_typed_error() -> None:
     p_info, d_info = infos("tcp", "grpc")
-    config = replace(CONFIG_2, reserve_timeout_s=0.5)
+    config = replace(CONFIG_2, reserve_timeout_s=2.0)
     kinds = [failing(TCP, Failure.UNREACHABLE), failing(GRPC, Failure.ERROR)]
     async with (
         assert_no_leaks(),

@@ -272,11 +272,17 @@ async def test_scrapes_while_it_decodes_change_no_output(config: Config) -> None
     async with rig(config) as r:
         d = r.cluster.decode[0]
         prompt = prompt_of(50)
+        r.decode[0].pause()
         key = await r.submit(prompt, 200)
-        scrapes = 0
+        # Two in the middle of a step, however long a scrape takes, and then whatever comes between the others.
+        for _ in range(2):
+            await r.decode[0].paused()
+            assert (await scrape(d)).value("pdserve_worker_build_info") == 1
+            assert not r.router.ended(key)
+            r.decode[0].resume()
+            r.decode[0].pause()
+        r.decode[0].resume()
         while not r.router.ended(key):
             assert (await scrape(d)).value("pdserve_worker_build_info") == 1
-            scrapes += 1
             await asyncio.sleep(0)
-        assert scrapes >= 2
         assert r.router.output(key) == expected(prompt, 200)

@@ -113,8 +113,9 @@ async def test_short_prompts_share_a_step_and_a_router_gets_one_message_per_step
         blocker = await r.submit(prompt_of(5, salt=99))
         await r.prefill[0].paused()
         keys = [await r.submit(prompt_of(10 + i, salt=i), 20) for i in range(8)]
-        # All of them have their reservation before the engine goes on.
+        # All of them have their reservation, and the prefill worker knows of it, before the engine goes on.
         await eventually(lambda: r.cluster.decode[0].stats().num_transferring == 9, "all have reserved")
+        await eventually(lambda: r.cluster.prefill[0].stats().num_waiting == 0, "all may be computed")
         r.prefill[0].resume()
         await r.router.finished(blocker, *keys)
         assert [5] in r.prefill[0].query_lens and [10 + i for i in range(8)] in r.prefill[0].query_lens
@@ -264,6 +265,10 @@ async def test_two_hundred_cancels_in_one_state_leave_no_block_behind(config: Co
                 )
             elif state == "computing":
                 await p.paused()
+                # The step has begun with the first of them: the others may have no reservation yet.
+                await eventually(
+                    lambda: r.cluster.prefill[0].stats().num_running == CANCELS_PER_ROUND, "all have their room"
+                )
             elif state == "first token":
                 await r.router.saw(keys[-1], pb.FirstToken)
             elif state == "decoding":

@@ -22,7 +22,7 @@ from pdserve.client import Client
 from pdserve.config import load_config
 from pdserve.errors import PdServeError
 from pdserve.store.embedded import EmbeddedRedis
-from pdserve.testing.kubectl import find_kubectl, render
+from pdserve.testing.kubectl import NO_KUBECTL, find_kubectl, render
 from pdserve.testing.process_cluster import wait_until
 
 pytestmark = pytest.mark.timeout(240)
@@ -109,7 +109,7 @@ class Pods:
 def pods(tmp_path: Path, tiny_model: Path) -> Iterator[Pods]:
     kubectl = find_kubectl(tmp_path)
     if kubectl is None:
-        pytest.skip("there is no kubectl")
+        pytest.skip(NO_KUBECTL)
     with ExitStack() as stack:
         server = EmbeddedRedis()
         stack.callback(server.close)

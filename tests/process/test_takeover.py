@@ -135,6 +135,34 @@ def client_state(cluster: ProcessCluster, name: str) -> tuple[str, str]:
     return info.state, info.router_id
 
 
+def test_clients_of_a_frozen_router_go_on_at_another_one_while_it_is_frozen(
+    cluster: ProcessCluster, routers: tuple[Router, Router]
+) -> None:
+    first, second = routers
+    options = CASES["greedy"] | {"token_ids": some_prompt(98), "max_tokens": 900}
+    whole = cluster.client.generate(**options)
+    with (
+        Client([first.address, second.address], timeout_s=60.0) as client,
+        client.stream(**options, request_id="frozen") as stream,
+    ):
+        tokens: list[int] = []
+        last, longest_gap_s = time.monotonic(), 0.0
+        for delta in stream:
+            longest_gap_s = max(longest_gap_s, time.monotonic() - last)
+            last = time.monotonic()
+            before = len(tokens)
+            tokens += delta.token_ids
+            if before < 20 <= len(tokens):
+                first.process.send_signal(signal.SIGSTOP)
+        result = stream.result()
+    # It has been frozen all the time.
+    assert client_state(cluster, "frozen") == ("FINISHED", "second")
+    first.process.send_signal(signal.SIGCONT)
+    assert tuple(tokens) == result.token_ids == whole.token_ids
+    assert result.placement.attempts > 1
+    assert longest_gap_s < PEER_TIMEOUT_S + 4.0
+
+
 def test_a_router_that_thaws_late_changes_nothing(cluster: ProcessCluster, routers: tuple[Router, Router]) -> None:
     first, second = routers
     options = CASES["greedy"] | {"token_ids": some_prompt(99)}

@@ -140,6 +140,7 @@ def test_every_option_reaches_the_router(client: Client, router: FakeRouter) -> 
         skip_special_tokens=False,
         include_stop_string=True,
         resumable=True,
+        heartbeats=True,
     )
     assert router.time_remaining_s[0] == pytest.approx(30, abs=5)
 

@@ -81,6 +81,37 @@ def test_compose_is_two_of_each_with_probes_limits_and_no_privileges() -> None:
         assert (DOCKER / config["file"]).is_file()
 
 
+def test_prometheus_has_the_alerts_and_grafana_the_dashboards_and_nothing_else() -> None:
+    tree: dict[str, Any] = yaml.safe_load((DOCKER / "compose.yaml").read_text())
+
+    def inside(service: str) -> dict[str, Path]:
+        """Paths in the container, and the files of the repository that are there."""
+        files = {
+            each["target"]: tree["configs"][each["source"]]["file"] for each in tree["services"][service]["configs"]
+        }
+        bound = [each.split(":") for each in tree["services"][service]["volumes"] if each.startswith(".")]
+        assert all(mode == "ro" for _, _, mode in bound)
+        files |= {target: source for source, target, _ in bound}
+        return {target: (DOCKER / source).resolve() for target, source in files.items()}
+
+    prometheus = inside("prometheus")
+    (pattern,) = yaml.safe_load(prometheus["/etc/prometheus/prometheus.yml"].read_text())["rule_files"]
+    rules = yaml.safe_load(prometheus[f"/etc/prometheus/{pattern}"].read_text())
+    assert any("alert" in rule for group in rules["groups"] for rule in group["rules"])
+
+    grafana = inside("grafana")
+    (provider,) = yaml.safe_load(grafana["/etc/grafana/provisioning/dashboards/pdserve.yaml"].read_text())["providers"]
+    dashboards = grafana[provider["options"]["path"]]
+    # Grafana takes every JSON below for a dashboard.
+    assert {path.name for path in dashboards.rglob("*")} == {"pdserve.json"}
+    home = Path(tree["services"]["grafana"]["environment"]["GF_DASHBOARDS_DEFAULT_HOME_DASHBOARD_PATH"])
+    assert (grafana[str(home.parent)] / home.name).is_file()
+    (source,) = yaml.safe_load(grafana["/etc/grafana/provisioning/datasources/prometheus.yaml"].read_text())[
+        "datasources"
+    ]
+    assert source["url"] == "http://prometheus:9090"
+
+
 def test_compose_and_the_configuration_in_it_agree() -> None:
     services: dict[str, Any] = yaml.safe_load((DOCKER / "compose.yaml").read_text())["services"]
     scraped = yaml.safe_load((DOCKER / "prometheus.yaml").read_text())["scrape_configs"]

@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 from pdserve.config import Config, load_config
-from pdserve.testing.kubectl import find_kubectl, render
+from pdserve.testing.kubectl import NO_KUBECTL, find_kubectl, render
 
 kubernetes_validate = pytest.importorskip("kubernetes_validate", reason="pip install kubernetes-validate")
 
@@ -57,7 +57,7 @@ OTHER_KINDS: dict[str, tuple[str, set[str], set[str]]] = {
 def rendered(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Tree]]:
     kubectl = find_kubectl(tmp_path_factory.mktemp("kubectl"))
     if kubectl is None:
-        pytest.skip("there is no kubectl")
+        pytest.skip(NO_KUBECTL)
     return {overlay: render(kubectl, K8S / overlay) for overlay in OVERLAYS}
 
 

@@ -143,7 +143,7 @@ def test_it_stops_where_the_room_ends_that_the_target_knows_of() -> None:
             break
         w.follow()
         w.following = []
-        w.scheduler._following = []
+        w.scheduler._steps.following = []
         w.finish_step()
     assert state(w, "a") is MigrationState.COMMITTING
     assert len(w.tokens_of("a")) + 20 == start.num_tokens

@@ -64,6 +64,8 @@ def test_many_of_a_kind_are_one_line() -> None:
 
 def test_redis_is_told_of_when_it_goes_and_comes() -> None:
     log = Log()
+    assert log.look(store_available=False) == [], "it has not been asked yet"
+    assert log.look() == []
     assert log.look(store_available=False) == ["redis does not answer; serving goes on"]
     assert log.look(store_available=False) == []
     assert log.look() == ["redis answers again"]
@@ -71,6 +73,7 @@ def test_redis_is_told_of_when_it_goes_and_comes() -> None:
 
 def test_the_log_is_bounded_and_its_numbers_are_not() -> None:
     log = Log()
+    log.look()
     for _ in range(MAX_EVENTS):
         log.look(store_available=False)
         log.look()

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pdserve.telemetry.context import TraceContext
 from router.resume_record import MAX_RESUME_NBYTES, ResolvedPrompt, ResumeRecord, Source, decode, encode
 
 prompts = st.builds(
@@ -25,6 +27,8 @@ records = st.builds(
     deadline_s=st.floats(-1e6, 1e6),
     digest=st.binary(max_size=16),
     tenant=st.binary(max_size=32),
+    trace=st.none()
+    | st.builds(TraceContext, st.integers(1, 2**128 - 1), st.integers(1, 2**64 - 1), sampled=st.booleans()),
 )
 json_values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
@@ -39,7 +43,16 @@ EXAMPLE = ResumeRecord(
     deadline_s=6.5,
     digest=b"d",
     tenant=b"t",
+    trace=TraceContext(7, 9, sampled=True),
 )
+OLDER = json.dumps(
+    {
+        "version": 1, "kind": "grpc", "body": "AGJvZHk=", "model": "tiny",
+        "prompts": [{"ids": "AQAAAAIAAAA=", "seed": 3, "max_tokens": 4}],
+        "created": 5, "deadline_s": 6.5, "digest": "64", "tenant": "74",
+    }
+).encode()  # fmt: skip
+"""As the first routers wrote it."""
 
 
 @given(records)
@@ -61,6 +74,20 @@ def test_a_record_with_a_field_of_another_type_is_refused_or_says_the_same(name:
     except ValueError:
         return
     assert decode(encode(record)) == record
+
+
+def test_a_record_that_says_nothing_of_a_trace_is_read_as_before() -> None:
+    assert decode(OLDER) == dataclasses.replace(EXAMPLE, trace=None)
+    assert json.loads(encode(dataclasses.replace(EXAMPLE, trace=None))) == json.loads(OLDER)
+
+
+def test_a_record_with_a_trace_has_all_that_older_routers_read() -> None:
+    assert json.loads(encode(EXAMPLE)).items() >= json.loads(OLDER).items()
+
+
+def test_a_trace_that_is_none_is_no_reason_not_to_go_on() -> None:
+    changed = json.loads(encode(EXAMPLE)) | {"traceparent": "00-0-0-zz"}
+    assert decode(json.dumps(changed).encode()) == dataclasses.replace(EXAMPLE, trace=None)
 
 
 def test_a_record_of_another_version_is_refused() -> None:

@@ -249,6 +249,7 @@ class GenerateRequest(_message.Message):
     SKIP_SPECIAL_TOKENS_FIELD_NUMBER: _builtins.int
     INCLUDE_STOP_STRING_FIELD_NUMBER: _builtins.int
     RESUMABLE_FIELD_NUMBER: _builtins.int
+    HEARTBEATS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Name of the request, 1 to 128 of [A-Za-z0-9._:-]. Absent: the router makes one. The name of a
     request that runs or ended a moment ago: this call gets the same responses if the request is the same in all fields,
@@ -277,6 +278,10 @@ class GenerateRequest(_message.Message):
     resumable: _builtins.bool
     """Go on for a while when the client's connection breaks, so that it can Attach. False: a lost client is a cancelled
     request.
+    """
+    heartbeats: _builtins.bool
+    """Send responses with nothing but `heartbeat` while there is nothing else to send. No part of what makes two requests
+    the same.
     """
     @_builtins.property
     def token_ids(self) -> Global___TokenIds:
@@ -313,10 +318,11 @@ class GenerateRequest(_message.Message):
         skip_special_tokens: _builtins.bool | None = ...,
         include_stop_string: _builtins.bool = ...,
         resumable: _builtins.bool = ...,
+        heartbeats: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_n", b"_n", "_prompt_logprobs", b"_prompt_logprobs", "_skip_special_tokens", b"_skip_special_tokens", "chat", b"chat", "grammar", b"grammar", "input", b"input", "logprobs", b"logprobs", "n", b"n", "prompt_logprobs", b"prompt_logprobs", "sampling", b"sampling", "skip_special_tokens", b"skip_special_tokens", "stop", b"stop", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_n", b"_n", "_prompt_logprobs", b"_prompt_logprobs", "_skip_special_tokens", b"_skip_special_tokens", "cache_salt", b"cache_salt", "chat", b"chat", "grammar", b"grammar", "include_stop_string", b"include_stop_string", "input", b"input", "logprobs", b"logprobs", "model", b"model", "n", b"n", "priority", b"priority", "prompt_logprobs", b"prompt_logprobs", "request_id", b"request_id", "resumable", b"resumable", "sampling", b"sampling", "skip_special_tokens", b"skip_special_tokens", "stop", b"stop", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_n", b"_n", "_prompt_logprobs", b"_prompt_logprobs", "_skip_special_tokens", b"_skip_special_tokens", "cache_salt", b"cache_salt", "chat", b"chat", "grammar", b"grammar", "heartbeats", b"heartbeats", "include_stop_string", b"include_stop_string", "input", b"input", "logprobs", b"logprobs", "model", b"model", "n", b"n", "priority", b"priority", "prompt_logprobs", b"prompt_logprobs", "request_id", b"request_id", "resumable", b"resumable", "sampling", b"sampling", "skip_special_tokens", b"skip_special_tokens", "stop", b"stop", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__logprobs: _TypeAlias = _typing.Literal["logprobs"]  # noqa: Y015
     _WhichOneofArgType__logprobs: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs"]  # noqa: Y015
@@ -347,7 +353,10 @@ class AttachRequest(_message.Message):
 
     REQUEST_ID_FIELD_NUMBER: _builtins.int
     RECEIVED_TOKENS_FIELD_NUMBER: _builtins.int
+    HEARTBEATS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
+    heartbeats: _builtins.bool
+    """As in GenerateRequest."""
     @_builtins.property
     def received_tokens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """How many tokens of each output the client has got: the latest num_tokens of each index. May be shorter than the number
@@ -359,10 +368,11 @@ class AttachRequest(_message.Message):
         *,
         request_id: _builtins.str = ...,
         received_tokens: _abc.Iterable[_builtins.int] | None = ...,
+        heartbeats: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["received_tokens", b"received_tokens", "request_id", b"request_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["heartbeats", b"heartbeats", "received_tokens", b"received_tokens", "request_id", b"request_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -560,6 +570,7 @@ class GenerateResponse(_message.Message):
     INDEX_FIELD_NUMBER: _builtins.int
     NUM_TOKENS_FIELD_NUMBER: _builtins.int
     TOOL_CALLS_FIELD_NUMBER: _builtins.int
+    HEARTBEAT_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     seq: _builtins.int
     """Grows by one with each response of a call, from 0."""
@@ -603,6 +614,12 @@ class GenerateResponse(_message.Message):
         results.
         """
 
+    @_builtins.property
+    def heartbeat(self) -> Global___StreamHeartbeat:
+        """The router is alive and has nothing new; no other field is set, and seq does not count it. Only if the request asked
+        for heartbeats.
+        """
+
     def __init__(
         self,
         *,
@@ -621,16 +638,39 @@ class GenerateResponse(_message.Message):
         index: _builtins.int = ...,
         num_tokens: _builtins.int = ...,
         tool_calls: _abc.Iterable[Global___ToolCallDelta] | None = ...,
+        heartbeat: Global___StreamHeartbeat | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["logprobs", b"logprobs", "matched_stop", b"matched_stop", "placement", b"placement", "prompt_logprobs", b"prompt_logprobs", "stop_string", b"stop_string", "stop_token_id", b"stop_token_id", "timings", b"timings", "usage", b"usage"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["heartbeat", b"heartbeat", "logprobs", b"logprobs", "matched_stop", b"matched_stop", "placement", b"placement", "prompt_logprobs", b"prompt_logprobs", "stop_string", b"stop_string", "stop_token_id", b"stop_token_id", "timings", b"timings", "usage", b"usage"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["finish_reason", b"finish_reason", "index", b"index", "logprobs", b"logprobs", "matched_stop", b"matched_stop", "num_tokens", b"num_tokens", "placement", b"placement", "prompt_logprobs", b"prompt_logprobs", "request_id", b"request_id", "seq", b"seq", "stop_string", b"stop_string", "stop_token_id", b"stop_token_id", "text_delta", b"text_delta", "timings", b"timings", "token_ids", b"token_ids", "tool_calls", b"tool_calls", "usage", b"usage"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["finish_reason", b"finish_reason", "heartbeat", b"heartbeat", "index", b"index", "logprobs", b"logprobs", "matched_stop", b"matched_stop", "num_tokens", b"num_tokens", "placement", b"placement", "prompt_logprobs", b"prompt_logprobs", "request_id", b"request_id", "seq", b"seq", "stop_string", b"stop_string", "stop_token_id", b"stop_token_id", "text_delta", b"text_delta", "timings", b"timings", "token_ids", b"token_ids", "tool_calls", b"tool_calls", "usage", b"usage"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_matched_stop: _TypeAlias = _typing.Literal["stop_token_id", "stop_string"]  # noqa: Y015
     _WhichOneofArgType_matched_stop: _TypeAlias = _typing.Literal["matched_stop", b"matched_stop"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_matched_stop) -> _WhichOneofReturnType_matched_stop | None: ...
 
 Global___GenerateResponse: _TypeAlias = GenerateResponse  # noqa: Y015
+
+@_typing.final
+class StreamHeartbeat(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    INTERVAL_S_FIELD_NUMBER: _builtins.int
+    interval_s: _builtins.float
+    """Longest time in seconds between two responses of this call from now on, as far as the router can help it; before the
+    first heartbeat it is at most 1. A client that hears nothing for several of them may take the router for lost.
+    """
+    def __init__(
+        self,
+        *,
+        interval_s: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["interval_s", b"interval_s"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StreamHeartbeat: _TypeAlias = StreamHeartbeat  # noqa: Y015
 
 @_typing.final
 class ToolCallDelta(_message.Message):
