@@ -22,7 +22,7 @@ from pdserve.testing.reference import MIN_GAP, greedy_reference
 from pdserve.testing.tiny_models import make_tiny_kv
 from pdserve.testing.waiting import eventually
 
-pytestmark = [pytest.mark.chaos, pytest.mark.timeout(7200)]
+pytestmark = [pytest.mark.chaos, pytest.mark.long, pytest.mark.timeout(7200)]
 
 NUM_ABORTS = int(os.environ.get("PDSERVE_ABORTS", "10000"))
 CONCURRENCY = 24

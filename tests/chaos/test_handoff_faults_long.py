@@ -18,19 +18,13 @@ from pdserve.testing.faults_wire import WireFault, WireFaults
 from pdserve.testing.faulty_transport import Fault, Faults
 from pdserve.testing.handoff_rig import LAYOUT
 
-pytestmark = [pytest.mark.chaos, pytest.mark.timeout(1200)]
+pytestmark = [pytest.mark.chaos, pytest.mark.long, pytest.mark.timeout(1200)]
 
 STALL_S = 10.0
 NUM_KILLS = 100
 TRANSPORTS = (("memory", "grpc"), ("grpc", "tcp"), ("tcp", "grpc"), ("local", "tcp"))
 MESSAGES = ("reserve", "grant", "chunk_ack", "commit", "commit_ack")
 CONFIG = replace(default_config(), preflight=False, target_chunk_bytes=LAYOUT.block_nbytes, tail_tokens=0)
-
-
-@pytest.fixture(autouse=True)
-def only_when_asked_for(pytestconfig: pytest.Config) -> None:
-    if pytestconfig.option.markexpr != "chaos":
-        pytest.skip("minutes; the plain run has the short form")
 
 
 @pytest.mark.parametrize("transports", TRANSPORTS, ids=lambda t: t[0])

@@ -9,17 +9,13 @@ from pdserve.testing.handoff_model import explore
 from pdserve.testing.handoff_model_scenarios import LARGE
 from pdserve.testing.handoff_model_system import HandoffModel
 
-pytestmark = [pytest.mark.chaos, pytest.mark.timeout(1200)]
+pytestmark = [pytest.mark.chaos, pytest.mark.long, pytest.mark.timeout(1200)]
 
 MAX_STATES = 250_000
 
 
 @pytest.mark.parametrize("name", LARGE)
-def test_no_reachable_state_breaks_an_invariant(
-    pytestconfig: pytest.Config, monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
-    if pytestconfig.option.markexpr != "chaos":
-        pytest.skip("minutes of search; the plain run covers the short histories")
+def test_no_reachable_state_breaks_an_invariant(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     scenario = LARGE[name]
     monkeypatch.setattr(decode_table, "MAX_NAKS", scenario.max_repeats)
     monkeypatch.setattr(prefill_table, "MAX_REPOSTS", scenario.max_repeats)

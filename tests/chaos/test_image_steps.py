@@ -15,7 +15,7 @@ import pytest
 
 from pdserve.testing.dockerfiles import read_dockerfile
 
-pytestmark = [pytest.mark.chaos, pytest.mark.timeout(1800)]
+pytestmark = [pytest.mark.chaos, pytest.mark.long, pytest.mark.timeout(1800)]
 
 ROOT = Path(__file__).parents[2]
 DOCKERFILE = ROOT / "deploy/docker/Dockerfile"

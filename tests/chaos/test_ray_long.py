@@ -14,6 +14,7 @@ from pdserve.testing.tiny_models import make_tiny_kv
 
 pytestmark = [
     pytest.mark.chaos,
+    pytest.mark.long,
     pytest.mark.timeout(900),
 ]
 

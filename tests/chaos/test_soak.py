@@ -20,7 +20,7 @@ from pdserve.testing.chaos_cluster import ChaosCluster, Footprint
 from pdserve.testing.chaos_load import MODES, Asks, Received, receive
 from pdserve.testing.tiny_models import make_tiny_kv
 
-pytestmark = [pytest.mark.chaos, pytest.mark.timeout(14400)]
+pytestmark = [pytest.mark.chaos, pytest.mark.long, pytest.mark.timeout(14400)]
 
 MINUTES = float(os.environ.get("PDSERVE_SOAK_MINUTES", "30"))
 PERIOD_S = 20.0
