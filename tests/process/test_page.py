@@ -112,7 +112,7 @@ def test_a_request_is_shown_in_each_phase_and_can_be_stopped(browser: Browser, p
         for point in points:
             pair.tell(point.hold)
         try:
-            ask(seen, "Hello", max_tokens=4000)
+            ask(seen, "Hello", max_tokens=3000)
             row, track = seen.page.locator("#requests tr"), seen.page.locator("#track i")
             expect(row).to_contain_text("prefill")
             expect(track.last).to_have_class("phase-prefill")
@@ -221,7 +221,7 @@ def test_a_worker_that_is_gone_is_shown_as_lost(browser: Browser, tmp_path: Path
 def demo(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """host:port of the HTTP API of `pdserve up --demo-controls` with two workers of each role."""
     # Slow enough to be watched.
-    shape = TinyShape(num_layers=8, hidden_size=256, intermediate_size=1024, max_position_embeddings=4096)
+    shape = TinyShape(num_layers=20, hidden_size=256, intermediate_size=1024, max_position_embeddings=4096)
     options = TinyOptions(chat_template=TEMPLATE, eos_tokens=())
     model = make_tiny_kv(tmp_path_factory.mktemp("model") / "tiny-kv", shape=shape, options=options)
     settings = {
@@ -263,8 +263,8 @@ def test_a_kill_and_the_recovery_can_be_watched(browser: Browser, demo: str) -> 
         ask(seen, "Hello", max_tokens=3000)
         row = page.locator("#requests tr")
         expect(row).to_contain_text("decode-")
-        expect(page.locator("#output")).not_to_be_empty()
         victim = row.locator("td").nth(3).inner_text()
+        expect(page.locator("#output")).not_to_be_empty()
         before = seen.text("#output")
         page.get_by_role("button", name=f"Kill {victim}").click()
         expect(page.locator("#events")).to_contain_text(f"{victim} is lost")
