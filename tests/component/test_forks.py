@@ -107,7 +107,8 @@ async def test_outputs_are_cancelled_one_by_one_at_any_time(config: Config) -> N
         r.decode[0].resume()
         await r.router.finished(*keys[3:5])
         assert_exact(r, *keys[3:5], max_new=100)
-        assert r.router.output(keys[0]) == r.router.output(keys[1]) == []
+        # The first token may have been on its way when the prefill worker heard of the cancel.
+        assert all(r.router.output(key) in ([], expected(PROMPT, 1)) for key in keys[:2])
         await r.cluster.quiet()
         await r.works()
 

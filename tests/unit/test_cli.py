@@ -187,6 +187,7 @@ def test_generate_passes_its_options_on(router: FakeRouter, monkeypatch: pytest.
         stop=common_pb2.StopParams(max_tokens=3, ignore_eos=True, stop=["a", "b"]),
         request_id=sent.request_id,
         resumable=True,
+        heartbeats=True,
     )
     assert router.time_remaining_s[0] == pytest.approx(60, abs=10)
 
