@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -26,6 +25,8 @@ CAPACITY = 1 / (PROMPT_TOKENS * TOKEN_S)
 """Prompts per second of the one worker."""
 MAX_TTFT_S = 1.0
 NUM_TOKENS = 3
+STEADY_S = 0.1
+"""By so much the event loop may be late at worst."""
 
 
 @pytest.fixture(scope="module")
@@ -70,13 +71,16 @@ async def call(rig: RouterRig, number: int, tenant: str) -> Outcome:
     return Outcome(tenant=tenant, ttft_s=first_at - begun)
 
 
-async def flood(rig: RouterRig, tenants: Sequence[str], seconds: float) -> list[Outcome]:
-    """Three times what the worker can do, from these clients in turn."""
-    calls = []
+async def flood(rig: RouterRig, tenants: Sequence[str], seconds: float) -> tuple[list[Outcome], float]:
+    """Three times what the worker can do, from these clients in turn; and by how many seconds a call was late at worst:
+    clients, router and worker share the event loop."""
+    calls, latest_s, pause_s = [], 0.0, 1 / (3 * CAPACITY)
     for number in range(int(3 * CAPACITY * seconds)):
         calls.append(asyncio.create_task(call(rig, number, tenants[number % len(tenants)])))
-        await asyncio.sleep(1 / (3 * CAPACITY))
-    return await asyncio.gather(*calls)
+        began = time.monotonic()
+        await asyncio.sleep(pause_s)
+        latest_s = max(latest_s, time.monotonic() - began - pause_s)
+    return await asyncio.gather(*calls), latest_s
 
 
 async def warm_up(rig: RouterRig) -> None:
@@ -86,33 +90,39 @@ async def warm_up(rig: RouterRig) -> None:
         assert (await call(rig, number, "first")).error is None
 
 
-async def test_of_three_times_too_much_what_is_late_is_refused_at_once_and_the_modest_client_is_served(
-    rigs: RouterRigs,
-) -> None:
-    async with rigs.start(admission={"max_ttft_s": MAX_TTFT_S, "ahead_s": 0.1}) as rig:
-        await warm_up(rig)
-        outcomes = await flood(rig, ["flood"] * 9 + ["other"], 3.0)
-        served = [outcome.ttft_s for outcome in outcomes if outcome.ttft_s is not None]
-        refused = [outcome for outcome in outcomes if outcome.error is not None]
-        assert len(served) + len(refused) == len(outcomes)
-        # How many, and how soon, is asserted on a simulated clock. Here the machine may stand still for a while.
-        assert len(served) >= 0.3 * 3.0 * CAPACITY
-        assert statistics.median(served) <= MAX_TTFT_S + 0.2, sorted(served)
-        for outcome in refused:
-            assert outcome.error is not None
-            assert (outcome.error.code, outcome.error.details["reason"]) == ("no_capacity", "ttft")
-            assert outcome.error.retry_after_s is not None
-        assert statistics.median(outcome.error_s for outcome in refused) < MAX_TTFT_S / 2
+async def test_three_times_too_much_is_refused_at_once_and_what_is_served_is_in_time(rigs: RouterRigs) -> None:
+    # On a machine that stands still in the middle of it there is nothing to be seen; the last time counts in any case.
+    for is_last in (False, False, False, True):
+        async with rigs.start(admission={"max_ttft_s": MAX_TTFT_S, "ahead_s": 0.1}) as rig:
+            await warm_up(rig)
+            outcomes, latest_s = await flood(rig, ["flood"] * 9 + ["other"], 3.0)
+            if latest_s <= STEADY_S or is_last:
+                await check_flood(rig, outcomes)
+                return
 
-        # One tenth of the calls were of somebody who never had more than its share.
-        by_tenant = {tenant: [o for o in outcomes if o.tenant == tenant] for tenant in ("flood", "other")}
-        refused_part = {tenant: sum(bool(o.error) for o in them) / len(them) for tenant, them in by_tenant.items()}
-        assert refused_part["flood"] > 0.3
-        assert refused_part["other"] <= refused_part["flood"] / 3
 
-        # It is over.
-        last = await call(rig, 8000, "flood")
-        assert last.error is None
+async def check_flood(rig: RouterRig, outcomes: Sequence[Outcome]) -> None:
+    served = [outcome.ttft_s for outcome in outcomes if outcome.ttft_s is not None]
+    refused = [outcome for outcome in outcomes if outcome.error is not None]
+    assert len(served) >= 0.7 * 3.0 * CAPACITY
+    assert len(served) + len(refused) == len(outcomes)
+    in_time = [ttft_s for ttft_s in served if ttft_s <= MAX_TTFT_S + 0.2]
+    assert len(in_time) >= 0.95 * len(served), sorted(served)[-10:]
+    for outcome in refused:
+        assert outcome.error is not None
+        assert (outcome.error.code, outcome.error.details["reason"]) == ("no_capacity", "ttft")
+        assert outcome.error.retry_after_s is not None
+    assert sorted(outcome.error_s for outcome in refused)[len(refused) // 2] < 0.1
+
+    # One tenth of the calls were of somebody who never had more than its share.
+    other = [outcome for outcome in outcomes if outcome.tenant == "other"]
+    assert all(outcome.error is None for outcome in other)
+    assert sorted(outcome.ttft_s or 0.0 for outcome in other)[len(other) // 2] < 0.5
+
+    # It is over.
+    last = await call(rig, 8000, "flood")
+    assert last.error is None
+    assert last.ttft_s is not None and last.ttft_s < 0.5
 
 
 async def test_workers_are_given_little_in_advance_and_the_rest_is_shown_to_wait(rigs: RouterRigs) -> None:
