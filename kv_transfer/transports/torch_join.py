@@ -13,7 +13,14 @@ from kv_transfer.transports.base import TransportContext
 from kv_transfer.transports.torch_channel import DECODE_RANK, PREFILL_RANK, Channel, PairError
 from kv_transfer.transports.torch_gloo import GlooChannel, gloo_group
 from kv_transfer.transports.torch_nccl import AnnouncedChannel, NcclMover
-from kv_transfer.transports.torch_rendezvous import PairStore, announce_arrival, await_arrival, reach_store
+from kv_transfer.transports.torch_rendezvous import (
+    PairStore,
+    announce_arrival,
+    announce_formed,
+    await_arrival,
+    await_formed,
+    reach_store,
+)
 
 GLOO, NCCL = "gloo", "nccl"
 _WILDCARDS = ("", "0.0.0.0", "::")  # noqa: S104 (compared with, not bound to)
@@ -57,7 +64,10 @@ def join_as_prefill(side: Side, store_address: str, name: str, backend: str) -> 
     """Form the pair with the decode worker that hosts the store. Blocks. Raises PairError."""
     store = reach_store(store_address, side.timeout_s)
     announce_arrival(store, name)
-    return _form(side, store, name, backend)
+    try:
+        return _form(side, store, name, backend)
+    finally:
+        announce_formed(store, name)
 
 
 def join_as_decode(
@@ -70,6 +80,8 @@ def join_as_decode(
     try:
         return _form(side, client, name, backend)
     finally:
+        # This side may be connected while the other one has still to read where it is.
+        await_formed(client, name, side.timeout_s)
         store.forget(name)
 
 
