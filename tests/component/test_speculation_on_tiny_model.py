@@ -43,7 +43,7 @@ FEATURES: dict[str, tuple[int, dict[str, Any]]] = {
     "grammar": (45, SAMPLED | {"regex": "([0-9]{3},){10}", "max_tokens": 60}),
     "greedy grammar": (46, {"regex": "(abc|abd)( (abc|abd)){8}", "max_tokens": 60}),
     "several": (61, FEW | SAMPLED | {"n": 3, "logprobs": 0}),
-    "several with a grammar": (32, SAMPLED | {"n": 2, "regex": "(yes|no)( (yes|no)){5,7}", "max_tokens": 60}),
+    "several with a grammar": (32, SAMPLED | {"n": 2, "regex": "(yes|no)( (yes|no)){16,20}", "max_tokens": 100}),
     "stop string": (47, SAMPLED | {"regex": "([a-f]{7},){4}END.*", "stop": "END", "max_tokens": 60}),
     "two tokens": (37, {"max_tokens": 2}),
 }
@@ -146,13 +146,13 @@ async def test_outputs_are_those_without_drafts_and_of_transformers(
         prompts, together=False, num_prefill=1,
     )  # fmt: skip
     assert set(accepted(plain).values()) == {0}
-    ever: set[str] = set()
     for local, together in ((False, False), (True, True), (False, True)):
         config = make_config(redis_url, f"{cluster_name}-{local}-{together}", model, drafts=True, local=local)
         drafted, stats = await answers(config, prompts, together=together, num_prefill=0 if local else 1)
         assert_same(drafted, plain, to_the_bit=False)
         won = accepted(drafted)
-        ever |= {name for name, number in won.items() if number > 0}
+        without = {name for name, number in won.items() if number == 0}
+        assert without <= {"two tokens", "min tokens", "stop string"}, f"nothing was accepted of {without}"
         assert won["two tokens"] == 0
         for generation in drafted:
             for output in generation.outputs:
@@ -163,8 +163,6 @@ async def test_outputs_are_those_without_drafts_and_of_transformers(
             assert stats.prefill_tokens_total == 0, "a draft is no prefill"
         else:
             assert 0 < stats.prefill_tokens_total <= num_prompt_tokens
-    # Nothing is drafted beside prompts of others, so that a short output may be left out by one of the three.
-    assert FEATURES.keys() - ever <= {"two tokens", "min tokens", "stop string"}
     named = dict(zip(FEATURES, plain, strict=True))
     assert re.fullmatch("([0-9]{3},){10}", named["grammar"].text)
     reference = transformers_model(open_model(str(model)))

@@ -253,7 +253,10 @@ async def test_links_leave_no_descriptors_threads_or_keys() -> None:
             receiver.fence(link)
             await eventually(lambda: _threads("kv-torch") == 0, "the threads of the link have ended")
             used.append((process.num_fds(), process.num_threads()))
-        assert used[-1][0] <= used[4][0] and used[-1][1] <= used[4][1], used
+        # Threads of gloo and of the store itself close what their clients have left.
+        await eventually(
+            lambda: process.num_fds() <= used[4][0] and process.num_threads() <= used[4][1], f"nothing is left: {used}"
+        )
         store = receiver._store
         assert store is not None and store.client().num_keys() == 0
 
