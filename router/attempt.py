@@ -12,8 +12,8 @@ from collections.abc import Sequence
 
 from pdserve.errors import UnavailableError
 from pdserve.types import Fork, GenerationJob
+from router.placement import Estimate
 from router.worker import Consumer, PromptCharge, Worker
-from router.worker_pool import Placement
 
 
 class Attempt(ABC):
@@ -25,12 +25,12 @@ class Attempt(ABC):
     """Whether the decode worker has sent tokens."""
 
     def __init__(
-        self, job: GenerationJob, placement: Placement, consumer: Consumer, *, num_outputs: int, leads: bool
+        self, job: GenerationJob, estimate: Estimate, consumer: Consumer, *, num_outputs: int, leads: bool
     ) -> None:
         """`job` is of this request alone. `num_outputs` have the prompt computed once for all of them, under the name
-        of the one that `leads`."""
+        of the one that `leads`; `estimate` is of all of them."""
         self.job = job
-        self.estimate = placement.estimate
+        self.estimate = estimate
         """What it was expected to take, with all outputs of its prompt."""
         self.num_outputs = num_outputs
         self.leads = leads

@@ -4,35 +4,23 @@ from __future__ import annotations
 
 from pdserve.errors import InternalError
 from pdserve.types import GenerationJob
-from router.attempt import Attempt
 from router.events import SubmitLocal
+from router.sole_worker_attempt import SoleWorkerAttempt
 from router.worker import Charge, Consumer, Worker
 from router.worker_pool import Placement
 
 
-class LocalAttempt(Attempt):
+class LocalAttempt(SoleWorkerAttempt):
     """There is one worker, and it reports everything in order."""
-
-    handed_off = True
 
     def __init__(
         self, job: GenerationJob, placement: Placement, consumer: Consumer, *, num_outputs: int = 1, leads: bool = True
     ) -> None:
         """See Attempt."""
         assert placement.prefill is None, "a remote placement"
-        super().__init__(job, placement, consumer, num_outputs=num_outputs, leads=leads)
-        (self._worker,) = placement.decode
+        (worker,) = placement.decode
+        super().__init__(job, placement.estimate, worker, consumer, num_outputs=num_outputs, leads=leads)
         self.decoding = False
-
-    @property
-    def first_worker(self) -> Worker:
-        """See Attempt."""
-        return self._worker
-
-    @property
-    def decode(self) -> Worker | None:
-        """See Attempt."""
-        return self._worker
 
     @property
     def local(self) -> bool:
@@ -60,23 +48,6 @@ class LocalAttempt(Attempt):
     def hand_off_reported(self, decode_worker: str) -> None:
         """See Attempt."""
         raise InternalError(f"decode worker {self._worker.info.worker_id} reports a hand-off of its own prompt")
-
-    def survives_loss_of(self, worker: Worker) -> bool:
-        """See Attempt."""
-        return worker is not self._worker
-
-    def worker_named(self, worker_id: str) -> Worker | None:
-        """See Attempt."""
-        return self._worker if self._worker.info.worker_id == worker_id else None
-
-    def cancel(self) -> None:
-        """See Attempt."""
-        self._worker.cancel(self.job.request_id, self.job.attempt)
-        self.close()
-
-    def close(self) -> None:
-        """See Attempt."""
-        self._worker.detach(self.job.request_id)
 
     def open(self) -> None:
         """See Attempt."""

@@ -12,35 +12,20 @@ import dataclasses
 from pdserve.errors import InternalError
 from pdserve.types import GenerationJob
 from router.attempt import Attempt
+from router.sole_worker_attempt import SoleWorkerAttempt
 from router.worker import Charge, Consumer, Worker
 
 
-class MigratedAttempt(Attempt):
+class MigratedAttempt(SoleWorkerAttempt):
     """The stream runs on a decode worker that has got it from another one."""
 
-    handed_off = True
     decoding = True
-    num_outputs = 1
-    leads = True
 
     def __init__(self, before: Attempt, job: GenerationJob, worker: Worker, consumer: Consumer) -> None:
         """`before` is the attempt that it goes on with, `job` is that as `worker` knows it. Open already."""
-        self.job = job
-        self.estimate = before.estimate
-        self._consumer = consumer
+        super().__init__(job, before.estimate, worker, consumer)
         self._exact = before.exact
         self._local = before.local
-        self._worker = worker
-
-    @property
-    def first_worker(self) -> Worker:
-        """See Attempt."""
-        return self._worker
-
-    @property
-    def decode(self) -> Worker | None:
-        """See Attempt."""
-        return self._worker
 
     @property
     def local(self) -> bool:
@@ -67,23 +52,6 @@ class MigratedAttempt(Attempt):
         """See Attempt."""
         raise InternalError(f"a hand-off to {decode_worker!r} was reported of a stream that had been handed over")
 
-    def survives_loss_of(self, worker: Worker) -> bool:
-        """See Attempt."""
-        return worker is not self._worker
-
-    def worker_named(self, worker_id: str) -> Worker | None:
-        """See Attempt."""
-        return self._worker if self._worker.info.worker_id == worker_id else None
-
-    def cancel(self) -> None:
-        """See Attempt."""
-        self._worker.cancel(self.job.request_id, self.job.attempt)
-        self.close()
-
-    def close(self) -> None:
-        """See Attempt."""
-        self._worker.detach(self.job.request_id)
-
     def open(self) -> None:
         """See Attempt."""
         request_id = self.job.request_id
@@ -100,11 +68,8 @@ class MigratingAttempt(Attempt):
 
     def __init__(self, before: Attempt, new_attempt: int, target: Worker, consumer: Consumer, cause: str) -> None:
         """`before` is open, and stays so until `arrived` or the end."""
+        super().__init__(before.job, before.estimate, consumer, num_outputs=before.num_outputs, leads=before.leads)
         self.before = before
-        self.job = before.job
-        self.estimate = before.estimate
-        self.num_outputs = before.num_outputs
-        self.leads = before.leads
         self.handed_off = before.handed_off
         self.decoding = before.decoding
         self.new_attempt = new_attempt
@@ -112,7 +77,6 @@ class MigratingAttempt(Attempt):
         self.cause = cause
         self.has_arrived = False
         """Whether the target has sent tokens."""
-        self._consumer = consumer
         self._target_is_lost = False
 
     @property

@@ -20,7 +20,7 @@ class RemoteAttempt(Attempt):
     ) -> None:
         """See Attempt. The prompt's KV is moved once, too."""
         assert placement.prefill is not None, "a local placement"
-        super().__init__(job, placement, consumer, num_outputs=num_outputs, leads=leads)
+        super().__init__(job, placement.estimate, consumer, num_outputs=num_outputs, leads=leads)
         self._holders = placement.holders
         self._prefill = placement.prefill
         self.handed_off = False
