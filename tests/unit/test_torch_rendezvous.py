@@ -62,3 +62,19 @@ def test_a_prefill_worker_that_fails_does_not_keep_the_decode_worker_waiting(mon
             with pytest.raises(PairError, match="no network"):
                 one.result()
     assert store.client().num_keys() == 0
+
+
+class _Deaf:
+    """A store that nobody reaches."""
+
+    def clone(self) -> Store:
+        raise RuntimeError("timed out after 2000 ms\nC++ stack trace")
+
+
+def test_a_store_that_does_not_answer_is_an_error_of_the_pair(caplog: pytest.LogCaptureFixture) -> None:
+    store = PairStore("127.0.0.1", 5.0)
+    store._store = _Deaf()
+    with pytest.raises(PairError, match=r"^our own store: timed out after 2000 ms$"):
+        join_as_decode(Side(DECODE_RANK, "127.0.0.1", torch.device("cpu"), 5.0), store, "pair", GLOO, lambda: False)
+    store.forget("pair")
+    assert "what is left of a pair stays in our store" in caplog.text
