@@ -71,9 +71,11 @@ class _Deaf:
         raise RuntimeError("timed out after 2000 ms\nC++ stack trace")
 
 
-def test_a_store_that_does_not_answer_is_an_error_of_the_pair(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_store_that_does_not_answer_is_an_error_of_the_pair(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     store = PairStore("127.0.0.1", 5.0)
-    store._store = _Deaf()
+    monkeypatch.setattr(store, "_store", _Deaf())
     with pytest.raises(PairError, match=r"^our own store: timed out after 2000 ms$"):
         join_as_decode(Side(DECODE_RANK, "127.0.0.1", torch.device("cpu"), 5.0), store, "pair", GLOO, lambda: False)
     store.forget("pair")
