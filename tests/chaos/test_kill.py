@@ -25,7 +25,6 @@ from pdserve.testing.process_cluster import CALL_TIMEOUT_S, READY_TIMEOUT_S, Pro
 from pdserve.testing.reference import check_greedy, greedy_reference
 from pdserve.testing.tiny_models import make_tiny_kv
 from pdserve.testing.waiting import eventually
-from pdserve.types import Role
 
 pytestmark = [pytest.mark.chaos, pytest.mark.timeout(1200)]
 
@@ -198,16 +197,18 @@ async def test_a_killed_prefill_worker_is_replaced_while_it_computes(
     rng = np.random.default_rng(23)
     prompts = [rng.integers(3, 300, 1500).tolist() for _ in range(NUM_STREAMS)]
     before = cluster.infos()["prefill-0"].incarnation
+    computed = cluster.stats()["prefill-0"].prefill_tokens_total
     async with AsyncClient(cluster.address, timeout_s=CALL_TIMEOUT_S) as client, asyncio.TaskGroup() as group:
         tasks = [
             group.create_task(client.generate(token_ids=p, max_tokens=8, temperature=0.0, ignore_eos=True))
             for p in prompts
         ]
 
-        async def first_is_computing() -> bool:
-            return any(s.num_running for s in await asyncio.to_thread(cluster.stats_of, Role.PREFILL))
+        async def victim_is_computing() -> bool:
+            stats = (await asyncio.to_thread(cluster.stats))["prefill-0"]
+            return stats.num_running > 0 and stats.prefill_tokens_total > computed
 
-        await eventually(first_is_computing, "a prompt is being computed", 60.0)
+        await eventually(victim_is_computing, "the one that is killed computes a prompt", 60.0)
         cluster.local.process("prefill-0").send_signal(signal.SIGKILL)
     reference: Any = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     checks = check_greedy(reference.eval(), prompts, [task.result().token_ids for task in tasks])
