@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
+from decode_worker.chunk_budget import ChunkBudget
 from decode_worker.migrations import Migrations
 from decode_worker.residents import Residents
 from decode_worker.sequences import NOT_DRAWN, PlannedChunk, Sequence, SequenceState
@@ -53,19 +54,19 @@ class StepPlanner:
         blocks: SequenceBlocks,
         migrations: Migrations,
         speculation: Speculator,
-        chunk_tokens: int,
+        budget: ChunkBudget,
         max_batch_tokens: int,
         fail: Callable[[HandoffId, PdServeError], None],
     ) -> None:
-        """`chunk_tokens` and `max_batch_tokens`: see DecodeScheduler. `fail` ends a sequence of which nothing can be
-        drawn."""
+        """`budget`: for prompts beside streams; `max_batch_tokens`: see DecodeScheduler. `fail` ends a sequence of
+        which nothing can be drawn."""
         self._steps = steps
         self._worker_id = worker_id
         self._residents = residents
         self._blocks = blocks
         self._migrations = migrations
         self._speculation = speculation
-        self._chunk_tokens = chunk_tokens
+        self._budget = budget
         self._max_batch_tokens = max_batch_tokens
         self._fail = fail
         self.num_held_tokens = 0
@@ -166,7 +167,7 @@ class StepPlanner:
         self._residents.refused = None
         # A stream that begins meanwhile has to wait for the end of the step.
         has_streams = bool(self._steps.current) or self._residents.count(SequenceState.RESERVED) > 0
-        budget = self._chunk_tokens if has_streams else self._max_batch_tokens
+        budget = self._budget.tokens if has_streams else self._max_batch_tokens
         budget -= sum(len(chunk.token_ids) for _, chunk in self._steps.current if len(chunk.token_ids) > 1)
         for prompt in self._residents.prompts.ranked():
             if budget <= 0:

@@ -25,12 +25,14 @@ priority: no two sequences can take turns in pushing each other out.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
 from itertools import islice
 from types import MappingProxyType
 from typing import Any
 
+from decode_worker.chunk_budget import ChunkBudget
 from decode_worker.migration_cost import MigrationCost
 from decode_worker.migrations import MigrateMode, Migrations
 from decode_worker.planning import StepPlanner, Steps
@@ -83,13 +85,14 @@ class DecodeScheduler:
         max_batch_tokens: int,
         max_waiting: int,
         limits: JobLimits,
+        chunk_pause_s: float = math.inf,
         migrate: MigrateMode = "off",
         token_nbytes: float = 1.0,
         speculation: SpeculationSection | None = None,
     ) -> None:
-        """Tokens of prompts in one step: `chunk_tokens` beside running sequences, 0 for no prompts at all, and
-        `max_batch_tokens` without. `max_waiting` outputs may wait for room. `migrate`: see Migrations; `token_nbytes`
-        is the KV of a token. Without `speculation` nothing is drafted."""
+        """Tokens of prompts in one step: `chunk_tokens` beside running sequences, 0 for no prompts at all, or fewer so
+        that they take about `chunk_pause_s`; and `max_batch_tokens` without. `max_waiting` outputs may wait for room.
+        `migrate`: see Migrations; `token_nbytes` is the KV of a token. Without `speculation` nothing is drafted."""
         self._worker_id = worker_id
         self._blocks = blocks
         self._max_batch_size = max_batch_size
@@ -115,7 +118,8 @@ class DecodeScheduler:
         """Streams that move to other workers."""
         self.speculation = Speculator(speculation or SpeculationSection(method="off"))
         """What is drafted."""
-        self._times = StepTimes(self._prompts, self.migrations.cost, self.speculation)
+        budget = ChunkBudget(chunk_tokens, chunk_pause_s)
+        self._times = StepTimes(self._prompts, self.migrations.cost, self.speculation, budget)
         self._planner = StepPlanner(
             self._steps,
             worker_id=worker_id,
@@ -123,7 +127,7 @@ class DecodeScheduler:
             blocks=blocks,
             migrations=self.migrations,
             speculation=self.speculation,
-            chunk_tokens=chunk_tokens,
+            budget=budget,
             max_batch_tokens=max_batch_tokens,
             fail=self.fail,
         )

@@ -123,6 +123,7 @@ class DecodeService(worker_pb2_grpc.DecodeWorkerServicer):
             max_batch_size=config.decode.max_batch_size,
             reserve_tokens=config.decode.reserve_tokens,
             chunk_tokens=config.decode.local_prefill_tokens_per_step,
+            chunk_pause_s=config.decode.local_prefill_pause_s,
             max_batch_tokens=config.decode.max_batch_tokens,
             max_waiting=config.decode.max_waiting,
             limits=JobLimits(vocab_size=engine.config.vocab_size, max_model_len=info.max_model_len),

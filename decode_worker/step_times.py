@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence as Seq
 from typing import Final
 
+from decode_worker.chunk_budget import ChunkBudget
 from decode_worker.migration_cost import MigrationCost
 from decode_worker.prompts import Prompts
 from decode_worker.sequences import PlannedChunk, Sequence
@@ -17,12 +18,13 @@ STEP_SMOOTHING: Final = 0.1
 class StepTimes:
     """Told of every step. Times are seconds."""
 
-    def __init__(self, prompts: Prompts, cost: MigrationCost, speculation: Speculator) -> None:
+    def __init__(self, prompts: Prompts, cost: MigrationCost, speculation: Speculator, budget: ChunkBudget) -> None:
         """Prompts get their part of the steps in which they were; `cost` hears how fast they are computed,
-        and `speculation` what drafts take."""
+        `speculation` what drafts take, and `budget` what prompts take beside streams."""
         self._prompts = prompts
         self._cost = cost
         self._speculation = speculation
+        self._budget = budget
         self._began_at: float | None = None
         """When the step before was over, or the first one after a pause was planned."""
         self.mean_s = 0.0
@@ -50,6 +52,8 @@ class StepTimes:
             longer_s = duration_s - (self.mean_s if len(in_chunks) < len(chunks) else 0.0)
             chunks_s = max(longer_s, duration_s * num_in_chunks / num_tokens)
             self._cost.computed(num_in_chunks, chunks_s)
+            if len(in_chunks) < len(chunks):
+                self._budget.measured(num_in_chunks, chunks_s)
             for chunk in in_chunks:
                 if (prompt := self._prompts.of(chunk.key)) is not None:
                     prompt.compute_s += chunks_s * len(chunk.token_ids) / num_in_chunks

@@ -33,6 +33,8 @@ class WorkerInfo:
     """Encodings of KV on the wire: the one that a prefill worker uses, or all that a decode worker accepts."""
     prefill_chunk_tokens: int = 0
     """Prompt tokens that a decode worker computes in a step beside running sequences; 0 if it takes hand-offs only."""
+    prefill_pause_s: float = 0.0
+    """Seconds that these may take; where they would take longer it takes fewer. 0: however long they take."""
 
     @property
     def max_kv_tokens(self) -> int:

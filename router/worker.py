@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import enum
 import logging
+import math
 import time
 from collections import OrderedDict
 from collections.abc import Callable
@@ -201,6 +202,7 @@ class Worker:
             fetch_nbytes=costs.fetch_nbytes,
             fetch_odds=costs.fetch_odds,
             chunk_tokens=self.info.prefill_chunk_tokens,
+            chunk_pause_s=self.info.prefill_pause_s or math.inf,
             spent_s=self.spent_s,
         )
 

@@ -186,10 +186,10 @@ class LocalPrefillSection(Section):
     max_tokens_ahead: Annotated[int, Field(ge=0)] = 2048
     """Prompt tokens that a decode worker may have to compute at once, those of the request included. 0: none. More lets
     longer prompts stay where their beginning is cached, and disturbs streams for longer."""
-    stream_weight: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.1
+    stream_weight: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 1.0
     """What a second counts by which one running stream is delayed, against a second until the first token of the
-    request that delays it. 1 minimises the sum of all delays; but text is read slowly, so a short pause in it is less
-    bad than a late start."""
+    request that delays it. 1 minimises the sum of all delays, and keeps long prompts away from streams unless prefill
+    workers are far behind. Less takes help from decode workers earlier: first tokens come sooner, and streams pause."""
 
 
 class AdmissionSection(Section):
@@ -380,6 +380,9 @@ class DecodeSection(WorkerSection):
     """Tokens of prompts that this worker computes itself in a step that also has tokens of running sequences, which are
     delayed by them: few keep the pauses between their tokens short, many compute a prompt sooner. 0: it takes hand-offs
     only, and a cluster needs prefill workers."""
+    local_prefill_pause_s: Seconds = 0.03
+    """How much longer they may make such a step: it takes fewer of them where these would take more, as in long prompts
+    or on slow machines."""
     max_batch_tokens: Annotated[int, Field(ge=16)] = 256
     """The same for a step without running sequences. One that joins meanwhile waits for the end of that step."""
     max_waiting: Annotated[int, Field(ge=1)] = 256

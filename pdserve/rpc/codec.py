@@ -276,6 +276,7 @@ def worker_info_to_proto(info: WorkerInfo) -> pb.WorkerInfo:
         version=info.version,
         codecs=info.codecs,
         prefill_chunk_tokens=info.prefill_chunk_tokens,
+        prefill_pause_s=info.prefill_pause_s,
     )
 
 
@@ -299,6 +300,7 @@ def worker_info_from_proto(message: pb.WorkerInfo) -> WorkerInfo:
         version=message.version,
         codecs=tuple(message.codecs),
         prefill_chunk_tokens=message.prefill_chunk_tokens,
+        prefill_pause_s=message.prefill_pause_s,
     )
 
 

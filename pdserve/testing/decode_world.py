@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from random import Random
@@ -98,6 +99,7 @@ class World:
     max_batch_size: int = 4
     reserve_tokens: int = 64
     chunk_tokens: int = 32
+    chunk_pause_s: float = math.inf
     max_batch_tokens: int = 64
     max_waiting: int = 8
     migrate: MigrateMode = "off"
@@ -128,6 +130,7 @@ class World:
             max_batch_size=self.max_batch_size,
             reserve_tokens=self.reserve_tokens,
             chunk_tokens=self.chunk_tokens,
+            chunk_pause_s=self.chunk_pause_s,
             max_batch_tokens=self.max_batch_tokens,
             max_waiting=self.max_waiting,
             limits=JobLimits(vocab_size=1000, max_model_len=2000),

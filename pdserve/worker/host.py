@@ -292,6 +292,7 @@ class WorkerHost:
             transports=config.transports,
             codecs=(config.transfer.codec,) if self.role is Role.PREFILL else config.transfer.accept_codecs,
             prefill_chunk_tokens=config.decode.local_prefill_tokens_per_step if self.role is Role.DECODE else 0,
+            prefill_pause_s=config.decode.local_prefill_pause_s if self.role is Role.DECODE else 0.0,
             version=pdserve.__version__,
         )
 

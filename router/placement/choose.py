@@ -41,7 +41,7 @@ class LocalLimits:
 
     max_tokens_ahead: int = 2048
     """Tokens that it has to compute at most, with this prompt."""
-    stream_weight: float = 0.1
+    stream_weight: float = 1.0
     """See Disturbance."""
 
 

@@ -25,7 +25,7 @@ Indices = npt.NDArray[np.intp]
 KindRelation = Callable[[int, int], bool]
 """Whether KV may go from a worker of the one kind to a worker of the other."""
 
-_NUM_COLUMNS: Final = 26
+_NUM_COLUMNS: Final = 27
 _FIRST_CAPACITY: Final = 16
 _MAX_GROUPS: Final = 1024
 """Groups of workers of which the rows are remembered."""
@@ -117,6 +117,7 @@ class Fleet:
             view.fetch_nbytes,
             view.fetch_odds,
             view.chunk_tokens,
+            view.chunk_pause_s,
             view.spent_s,
             step_s,
             step_s + step_sequence_s,
@@ -278,6 +279,7 @@ class Fleet:
         self._fetch_nbytes: Floats = next(columns)
         self.fetch_odds: Floats = next(columns)
         self.chunk_tokens: Floats = next(columns)
+        self.chunk_pause_s: Floats = next(columns)
         self.spent_s: Floats = next(columns)
         self.step_s: Floats = next(columns)
         """Of a step as the load is now."""

@@ -143,7 +143,12 @@ class LocalPrefill:
 
     def parts(self, request: PlacementRequest, prompt: Prompt, fleet: Fleet) -> Prefill:
         """Infinite where a worker computes no prompts."""
-        num_chunks = np.ceil(prompt.lacking / np.maximum(fleet.chunk_tokens, 1.0))
+        num_chunks = np.ceil(
+            np.maximum(
+                prompt.lacking / np.maximum(fleet.chunk_tokens, 1.0),
+                (prompt.alone_s - fleet.prefill_fixed) / fleet.chunk_pause_s,
+            )
+        )
         prefill_s = prompt.alone_s + num_chunks * fleet.step_s * (fleet.num_sequences > 0.0)
         prefill_s = np.where(fleet.computes_prompts, prefill_s, np.inf)
         return Prefill(prompt.queue_s, fleet.nothing, prefill_s, prompt.queue_s + prefill_s)

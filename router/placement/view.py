@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -55,6 +56,8 @@ class WorkerView:
     """Prefill: part of the fetches that were expected of it that it has made."""
     chunk_tokens: int = 0
     """Decode: prompt tokens that it computes beside a step; 0 if it computes none."""
+    chunk_pause_s: float = math.inf
+    """Decode: seconds that these may take; where they would take longer it takes fewer."""
     spent_s: float = 0.0
     """Work that it has had so far: what the router expected of its own requests, and prompts of other routers. Among
     equals the least goes first."""

@@ -78,6 +78,23 @@ def test_running_streams_get_a_token_in_every_step_and_few_of_the_prompt_beside_
     w.assert_empty()
 
 
+def test_a_step_has_fewer_tokens_of_a_prompt_if_they_would_make_streams_wait_for_too_long() -> None:
+    w = World(num_blocks=32, chunk_pause_s=0.03)
+    w.run(job("stream", max_new=50))
+    for _ in range(9):
+        w.plan()
+        w.finish_step(duration_s=0.001)
+    w.submit(job("long", 100, max_new=2))
+    lengths = []
+    while sum(lengths) < 100:
+        lengths.extend(len(chunk.token_ids) for chunk in w.plan() if chunk.is_prompt)
+        w.finish_step(duration_s=0.002 * lengths[-1])
+    # Nothing is known of the first ones; a token takes 2 ms.
+    assert lengths == [32, 15, 15, 15, 15, 8]
+    w.run_steps(50)
+    w.assert_empty()
+
+
 def test_a_stream_that_is_about_to_begin_counts_like_one_that_runs() -> None:
     w = World(num_blocks=32)
     w.submit(job("a", 100))

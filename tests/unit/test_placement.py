@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import random
 from collections.abc import Sequence
 from dataclasses import replace
@@ -498,12 +499,30 @@ SLOW_LINK = replace(prefiller("p"), handover=(0.05, 1e-4))
 def test_the_cheaper_way_is_taken(
     cached: dict[WorkerKey, int], decode: WorkerView, prefill: WorkerView, local: bool
 ) -> None:
-    choice = choose(replace(REQUEST, cached=cached), replace(prefill, fetch_odds=0.0), decode)
+    request, limits = replace(REQUEST, cached=cached), LocalLimits(stream_weight=0.1)
+    choice = choose(request, replace(prefill, fetch_odds=0.0), decode, local=limits)
     assert choice.local is local
     assert choice.prefill == (None if local else key("p"))
     assert choice.decode == (key("d"),)
     assert (choice.estimate.handover_s == 0.0) is local
     assert (choice.estimate.other_ttft_s is None) is (decode.chunk_tokens == 0)
+
+
+@pytest.mark.parametrize(("queue_s", "local"), [(0.0, False), (9.0, False), (30.0, True)])
+def test_streams_are_left_alone_until_prefill_workers_are_far_behind(queue_s: float, local: bool) -> None:
+    # A second of this prompt is a second for each of the streams.
+    decode = replace(ABLE, num_sequences=20, prefill=(0.0, 1e-3, 0.0), step=(0.01, 0.0, 0.0))
+    choice = choose(replace(REQUEST, cached={}), prefiller("p", [(10, queue_s)] if queue_s else []), decode)
+    assert choice.local is local
+
+
+def test_a_decode_worker_that_may_not_pause_for_long_takes_longer_for_a_prompt() -> None:
+    able = replace(ABLE, num_sequences=4, prefill=(0.0, 1e-3, 0.0), step=(0.01, 0.0, 0.0))
+    request = PlacementRequest(num_known_tokens=1000, max_total_tokens=1010)
+    # Four chunks of 256 tokens, or twenty of 50 ms, and a step beside each.
+    for pause_s, num_chunks in ((math.inf, 4), (0.05, 20)):
+        estimate = choose(request, replace(able, chunk_pause_s=pause_s)).estimate
+        assert estimate.prefill_s == pytest.approx(1.0 + 0.01 * num_chunks)
 
 
 @pytest.mark.parametrize(("ahead", "lacking", "local"), [(0, 2000, True), (0, 2001, False), (1900, 101, False)])

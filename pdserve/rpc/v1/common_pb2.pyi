@@ -389,6 +389,7 @@ class WorkerInfo(_message.Message):
     VERSION_FIELD_NUMBER: _builtins.int
     CODECS_FIELD_NUMBER: _builtins.int
     PREFILL_CHUNK_TOKENS_FIELD_NUMBER: _builtins.int
+    PREFILL_PAUSE_S_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     """Stable name, the same after a restart."""
     incarnation: _builtins.str
@@ -411,6 +412,8 @@ class WorkerInfo(_message.Message):
     """Decode workers: prompt tokens that it computes in a step beside the tokens of running sequences. 0: it takes no
     prompts from routers, only hand-offs.
     """
+    prefill_pause_s: _builtins.float
+    """Decode workers: seconds that these may take in such a step; where they would take longer it takes fewer."""
     @_builtins.property
     def kv_layout(self) -> Global___KvLayout: ...
     @_builtins.property
@@ -437,10 +440,11 @@ class WorkerInfo(_message.Message):
         version: _builtins.str = ...,
         codecs: _abc.Iterable[_builtins.str] | None = ...,
         prefill_chunk_tokens: _builtins.int = ...,
+        prefill_pause_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["kv_layout", b"kv_layout"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "codecs", b"codecs", "incarnation", b"incarnation", "kv_layout", b"kv_layout", "max_model_len", b"max_model_len", "model", b"model", "model_fingerprint", b"model_fingerprint", "num_blocks", b"num_blocks", "prefill_chunk_tokens", b"prefill_chunk_tokens", "role", b"role", "transports", b"transports", "version", b"version", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "codecs", b"codecs", "incarnation", b"incarnation", "kv_layout", b"kv_layout", "max_model_len", b"max_model_len", "model", b"model", "model_fingerprint", b"model_fingerprint", "num_blocks", b"num_blocks", "prefill_chunk_tokens", b"prefill_chunk_tokens", "prefill_pause_s", b"prefill_pause_s", "role", b"role", "transports", b"transports", "version", b"version", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
