@@ -73,6 +73,15 @@ class ModelConfigSection(Section):
     """Longest sequence, prompt and output, in tokens. Default: what the model was trained for."""
 
 
+class CoreLedgerSection(Section):
+    """A worker's place among those that lend each other their cores."""
+
+    file: str
+    """Mapped by all of them."""
+    slot: Annotated[int, Field(ge=0)]
+    """This worker's line, from 0."""
+
+
 class EngineSection(Section):
     """How a worker computes. KV of prefill and decode workers must match, so both need the same engine and dtype."""
 
@@ -96,6 +105,12 @@ class EngineSection(Section):
     threads of workers that have several, where every worker gets cores of its own. A worker started alone is not
     pinned, as it cannot know who shares its cores. `true` takes different cores of those that the worker may use, and
     a list names a CPU for each thread: both for cores that nobody else uses, or threads wait for each other."""
+    lend_cores: bool = True
+    """CPU engine: `pdserve up` lets workers use cores of others while these have nothing to compute, if it shares the
+    cores out itself (`threads` is not set). Idle cores are of no use, but streams are faster while nothing else is
+    computed: `false` keeps the time between tokens the same, come what may."""
+    core_ledger: CoreLedgerSection | None = None
+    """Where workers of one machine tell each other whether they compute. Set by `pdserve up`."""
 
 
 class KvSection(Section):

@@ -22,13 +22,15 @@ from pdserve.client.access import API_KEY, CA_FILE, SYSTEM, Access
 from pdserve.config import Config
 from pdserve.config.deployment import worker_pools
 from pdserve.config.schema import RouterSection
+from pdserve.core_ledger import create_ledger
 from pdserve.errors import CancelledError, ConfigError, PdServeError, StoreError, WorkerLostError
 from pdserve.launch.demo_control import DemoControl
-from pdserve.launch.plan import plan_processes
+from pdserve.launch.plan import lends_cores, plan_processes
 from pdserve.launch.process import LineSink, ManagedProcess, StartError
 from pdserve.launch.restart import FIRST_DELAY_S, RestartPolicy
 from pdserve.service import READINESS
 from pdserve.store.embedded import EmbeddedRedis
+from pdserve.store.private_directory import PrivateDirectory
 
 POLL_S = 0.05
 """How often processes are looked at while starting and stopping."""
@@ -89,6 +91,7 @@ class LocalCluster:
         self._restarts: dict[str, RestartPolicy] = {}
         self._due: dict[str, float] = {}
         self._demo: DemoControl | None = None
+        self._ledger: PrivateDirectory | None = None
         self._killed: set[ManagedProcess] = set()
         """What was killed from the page, until that has been noticed."""
         self._reservations: list[Reservation] = []
@@ -210,12 +213,22 @@ class LocalCluster:
             log_format=self._log_format,
             metrics_listen=[reservation.listen for reservation in metrics],
             demo_socket=None if self._demo is None else str(self._demo.path),
+            core_ledger=self._make_ledger(num_workers),
         )
         for plan in plans:
             self._processes[plan.name] = ManagedProcess(plan, self._sink)
             self._restarts[plan.name] = RestartPolicy()
         self._progress("starting " + ", ".join(f"{p.name} (pid {p.pid})" for p in self.processes))
         self._wait_ready(stopping)
+
+    def _make_ledger(self, num_workers: int) -> str | None:
+        """The file through which workers lend each other their cores; None if they do not."""
+        if not lends_cores(self.config):
+            return None
+        self._ledger = PrivateDirectory()
+        path = self._ledger.path / "cores"
+        create_ledger(path, num_workers)
+        return str(path)
 
     def _wait_ready(self, stopping: threading.Event) -> None:
         timeout_s = self.config.local.start_timeout_s
@@ -330,6 +343,9 @@ class LocalCluster:
         if self._demo is not None:
             self._demo.close()
             self._demo = None
+        if self._ledger is not None:
+            self._ledger.remove()
+            self._ledger = None
         self._close_redis()
 
     def _close_redis(self) -> None:

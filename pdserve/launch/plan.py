@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from pdserve.config import Config
 from pdserve.config.deployment import Pool, process_config, worker_pools
-from pdserve.config.schema import Pinning
+from pdserve.config.schema import CoreLedgerSection, Pinning
 from pdserve.cpus import allowed_cores, available_cpus, share_cpus
 from pdserve.errors import ConfigError
 from pdserve.types import Role
@@ -40,11 +40,13 @@ def plan_processes(
     log_format: str,
     metrics_listen: Sequence[str] = (),
     demo_socket: str | None = None,
+    core_ledger: str | None = None,
 ) -> list[ProcessPlan]:
     """The router first, then prefill workers, then decode workers. `http_port` is the router's, `metrics_listen` an
     address for each worker, which takes it unless its configuration names one; none if empty.
 
     Threads are shared out among the workers unless `engine.threads` is set, and CPUs as `engine.pin_threads` says.
+    `core_ledger` is the file through which workers lend each other their cores, see `lends_cores`.
     Of routers there is one, whatever the deployment says. Raises ConfigError for settings that only one worker can have
     when several are wanted.
     """
@@ -75,11 +77,28 @@ def plan_processes(
     # Workers come after the router.
     for index, cpus in enumerate(_pinning(config.engine.pin_threads, num_workers, threads), start=1):
         own = plans[index].config
-        engine = own.engine.model_copy(update={"pin_threads": cpus})
+        update: dict[str, object] = {"pin_threads": cpus}
+        if core_ledger is not None:
+            update["core_ledger"] = CoreLedgerSection(file=core_ledger, slot=index - 1)
+        engine = own.engine.model_copy(update=update)
         plans[index] = dataclasses.replace(plans[index], config=own.model_copy(update={"engine": engine}))
     if repeated := {name for name in names if names.count(name) > 1}:
         raise ConfigError(f"worker_id: {min(repeated)!r} names more than one process; every name must be different")
     return plans
+
+
+def lends_cores(config: Config) -> bool:
+    """Whether workers are to use each other's cores while these are idle: if there are several, with a share each that
+    nobody has set, and more cores than one of them has."""
+    engine, num_workers = config.engine, sum(pool.replicas for pool in worker_pools(config))
+    shared_out = all(pool.config.engine.threads is None for pool in worker_pools(config))
+    return (
+        engine.lend_cores
+        and engine.kind != "torch"
+        and shared_out
+        and engine.pin_threads in ("auto", False)
+        and available_cpus() > max(1, available_cpus() // max(1, num_workers))
+    )
 
 
 def _pinning(wanted: Pinning, num_workers: int, several: Set[int]) -> Sequence[Pinning]:

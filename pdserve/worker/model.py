@@ -5,8 +5,12 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 from pdserve.config import Config
+from pdserve.config.schema import EngineSection
+from pdserve.core_ledger import CoreLedger
+from pdserve.cpus import available_cpus
 from pdserve.engine.engine import Engine
 from pdserve.engine.loader import load_engine
 from pdserve.engine.select import why_not_cpu
@@ -69,10 +73,19 @@ def load_model(config: Config) -> LoadedModel:
             kv_cache_bytes=kv_cache_bytes,
             block_size=config.kv.block_size,
             num_threads=settings.threads,
+            cores=_core_ledger(settings),
             # What `auto` is has been decided by who started several workers; alone it means no.
             pin_threads=False if settings.pin_threads == "auto" else settings.pin_threads,
         )
     return LoadedModel(engine=engine, name=source.name, fingerprint=source.fingerprint)
+
+
+def _core_ledger(settings: EngineSection) -> CoreLedger | None:
+    if settings.core_ledger is None:
+        return None
+    cores = available_cpus()
+    ledger = settings.core_ledger
+    return CoreLedger(Path(ledger.file), ledger.slot, share=settings.threads or cores, num_cores=cores)
 
 
 def load_model_tokenizer(config: Config) -> Tokenizer:

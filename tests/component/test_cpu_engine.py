@@ -20,6 +20,7 @@ import numpy as np
 import pytest
 import torch
 
+from pdserve.core_ledger import STEP, CoreLedger, create_ledger
 from pdserve.engine import Engine, SampleRequest, SequenceChunk, build_batch, load_engine
 from pdserve.engine.batch import ScoreRequest
 from pdserve.engine.cpu.engine import CpuEngine
@@ -265,6 +266,33 @@ def test_chunks_batches_threads_and_blocks_do_not_change_a_bit(models: Path, cas
     for engine in engines[1:]:
         together = [Piece(p, [len(p)]) for p in prompts]
         same(logits_and_kv(engine, together), alone)
+
+
+def test_cores_that_come_and_go_between_steps_do_not_change_a_bit(models: Path, tmp_path: Path) -> None:
+    """A neighbour computes in every other step, so that this worker has one thread, then three, and so on."""
+    name, weights = BITWISE["q4_1, padded heads"]
+    source = source_of(models, name)
+    prompts = prompts_for(source, (90, 33), seed=5)
+    pieces = [Piece(prompts[0], [20] * 4 + [1] * 10), Piece(prompts[1], [1] * 5 + [28], 2)]
+    alone = load_cpu_engine(source, weights=weights, num_blocks=40, num_threads=1)
+    expected = logits_and_kv(alone, pieces)
+    create_ledger(tmp_path / "cores", 2)
+    neighbour = CoreLedger(tmp_path / "cores", 1, share=2, num_cores=3)
+    taken: list[int] = []
+
+    class Watched(CoreLedger):
+        def step_begins(self) -> int:
+            if len(taken) % 2 == 0:
+                neighbour.step_begins()
+            taken.append(super().step_begins())
+            # Over for long.
+            neighbour._own[STEP] = 0
+            return taken[-1]
+
+    cores = Watched(tmp_path / "cores", 0, share=1, num_cores=3)
+    engine = load_cpu_engine(source, weights=weights, num_blocks=40, num_threads=1, cores=cores)
+    same(logits_and_kv(engine, pieces), expected)
+    assert set(taken[::2]) == {1} and set(taken[1::2]) == {3}
 
 
 @pytest.mark.parametrize("block_size", [32, 64, 128])

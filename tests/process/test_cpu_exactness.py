@@ -8,10 +8,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from pdserve.client import AsyncClient, Generation
+from pdserve.cpus import available_cpus
 from pdserve.engine.cpu.loader import load_cpu_engine
 from pdserve.model.source import ModelSource, open_model
 from pdserve.testing.process_cluster import CALL_TIMEOUT_S, ProcessCluster
@@ -45,6 +47,7 @@ def cluster() -> Iterator[ProcessCluster]:
     with ProcessCluster(
         "smollm2-135m-instruct",
         engine__kind="cpu",
+        engine__threads=None,
         prefill__max_batch_tokens=64,
         local__prefill_workers=2,
         local__decode_workers=2,
@@ -114,3 +117,15 @@ async def test_outputs_of_one_prompt_are_those_of_the_engine_alone_with_their_se
     results = [task.result() for task in tasks]
     assert [[output.token_ids for output in result.outputs] for result in results] == expected
     assert {output.placement.attempts for result in results for output in result.outputs} == {1}
+
+
+def test_workers_lend_each_other_their_cores(cluster: ProcessCluster) -> None:
+    ledgers = set()
+    for process in cluster.local.processes:
+        if process.role != "router":
+            lines = Path(f"/proc/{process.pid}/maps").read_text().splitlines()
+            ledgers.add(next((line.split()[-1] for line in lines if line.endswith("/cores")), None))
+    assert len(ledgers) == 1
+    if available_cpus() > 1:
+        (ledger,) = ledgers
+        assert ledger is not None and Path(ledger).exists()

@@ -78,6 +78,33 @@ def test_calls_of_different_kernels_follow_each_other() -> None:
     assert calls.tolist() == [600, 400]
 
 
+@pytest.mark.parametrize("pause_s", [0.0, 0.002], ids=["members awake", "members asleep"])
+def test_as_many_threads_take_part_as_are_to_work(pause_s: float) -> None:
+    team = Team(3)
+    calls, expected = np.zeros(3, np.int64), np.zeros(3, np.int64)
+    for i in range(300 if pause_s == 0 else 30):
+        team.working = (3, 1, 2, 2, 1, 3, 3)[i % 7]
+        team.run(count, calls, np.zeros(1, np.int64))
+        expected[: team.working] += team.working
+        assert calls.tolist() == expected.tolist()
+        if pause_s:
+            time.sleep(pause_s)  # Long enough for members to give up waiting; not a condition to wait for.
+
+
+def test_a_team_ends_whatever_part_of_it_has_worked_last() -> None:
+    before = set(kernel_threads())
+    team = Team(3)
+    mine = [t for t in threading.enumerate() if t.name.startswith("kernel-") and t.native_id not in before]
+    for working in (3, 2):
+        team.working = working
+        team.run(count, np.zeros(3, np.int64), np.zeros(1, np.int64))
+    del team
+    gc.collect()
+    for thread in mine:
+        thread.join(10)
+        assert not thread.is_alive()
+
+
 def test_an_error_of_any_thread_reaches_the_caller_and_the_team_goes_on() -> None:
     team = Team(3)
     calls = np.zeros(3, np.int64)

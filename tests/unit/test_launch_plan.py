@@ -13,7 +13,7 @@ from pdserve.addresses import Reservation, dialable, free_port
 from pdserve.config import Config, load_config
 from pdserve.cpus import available_cpus
 from pdserve.errors import ConfigError
-from pdserve.launch.plan import ProcessPlan, plan_processes
+from pdserve.launch.plan import ProcessPlan, lends_cores, plan_processes
 from pdserve.launch.process import LineWriter
 from pdserve.launch.restart import MAX_DELAY_S, MAX_FAILURES, STABLE_S, RestartPolicy
 
@@ -106,6 +106,47 @@ def test_threads_of_workers_with_cores_of_their_own_are_pinned(overrides: dict[s
 def test_a_quota_means_that_others_use_the_same_cpus(eight_cpus: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pdserve.launch.plan.available_cpus", lambda: 4)
     assert [p.config.engine.pin_threads for p in plan()[1:]] == [False, False]
+
+
+@pytest.mark.usefixtures("eight_cpus")
+@pytest.mark.parametrize(
+    ("overrides", "lends"),
+    [
+        ({}, True),
+        ({"engine__pin_threads": False}, True),
+        ({"local__prefill_workers": 9}, True),
+        ({"engine__lend_cores": False}, False),
+        # Whoever sets it wants it so.
+        ({"engine__threads": 2}, False),
+        ({"engine__pin_threads": True}, False),
+        ({"engine__kind": "torch"}, False),
+        # Nobody to borrow from.
+        ({"local__prefill_workers": 0}, False),
+    ],
+)
+def test_workers_lend_each_other_cores_that_were_shared_out(overrides: dict[str, Any], lends: bool) -> None:
+    assert lends_cores(config_of(**overrides)) is lends
+
+
+def test_a_single_core_is_not_lent(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pdserve.launch.plan.available_cpus", lambda: 1)
+    assert not lends_cores(config_of())
+
+
+def test_every_worker_has_a_line_of_its_own_in_the_ledger() -> None:
+    plans = plan_processes(
+        config_of(local__prefill_workers=2),
+        store_url="unix:///redis.sock",
+        router_address="127.0.0.1:7",
+        http_port=8,
+        log_format="text",
+        core_ledger="/run/cores",
+    )
+    assert plans[0].config.engine.core_ledger is None
+    for slot, worker in enumerate(plans[1:]):
+        sent = json.loads(json.dumps(worker.config.model_dump(mode="json")))
+        read = load_config(environ={}, overrides=sent).engine.core_ledger
+        assert read is not None and (read.file, read.slot) == ("/run/cores", slot)
 
 
 @pytest.mark.usefixtures("eight_cpus")

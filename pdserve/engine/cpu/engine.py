@@ -7,11 +7,13 @@ A request's logits and KV bytes do not depend on batch, chunking, threads or pro
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import numpy as np
 import numpy.typing as npt
 
+from pdserve.core_ledger import CoreLedger
 from pdserve.engine.batch import Batch, SamplingBatch
 from pdserve.engine.cpu import draw as draw_kernels
 from pdserve.engine.cpu import step as step_kernels
@@ -64,9 +66,10 @@ class CpuEngine:
         num_blocks: int,
         threads: int,
         cpus: Sequence[int] | None = None,
+        cores: CoreLedger | None = None,
     ) -> None:
-        """`cpus`: one for each thread to be pinned to; the calling thread, which has to call `forward` as well, is the
-        first."""
+        """`cpus`: one for each of the first threads to be pinned to; the calling thread, which has to call `forward` as
+        well, is the first. `cores` says before each step how many of the threads take part; all of them without."""
         block_size = layout.block_size
         self._config = config
         self._layout = layout
@@ -75,6 +78,7 @@ class CpuEngine:
         self._shape = ModelShape(config, block_size)
         self._shape_vector = self._shape.vector
         self._team = Team(threads, cpus)
+        self._cores = cores
         self._work = Workspace(self._shape, threads)
         self._ids = np.empty((threads, config.vocab_size), np.int64)
         # No sequence is longer than the pool.
@@ -111,6 +115,22 @@ class CpuEngine:
 
     def forward(self, batch: Batch, watch: LayerWatch | None = None) -> StepOutput:
         """See `Engine.forward`."""
+        with self._borrowed_cores():
+            return self._forward(batch, watch)
+
+    @contextmanager
+    def _borrowed_cores(self) -> Iterator[None]:
+        """Have as many threads work as there are cores for now."""
+        if self._cores is None:
+            yield
+            return
+        self._team.working = min(self._cores.step_begins(), self._team.size)
+        try:
+            yield
+        finally:
+            self._cores.step_ended()
+
+    def _forward(self, batch: Batch, watch: LayerWatch | None) -> StepOutput:
         logits = self._compute(batch, watch)
         rows = batch.sampling.logprob_rows
         # A copy of their rows, as sampling edits the logits.
@@ -123,7 +143,8 @@ class CpuEngine:
 
     def forward_logits(self, batch: Batch) -> npt.NDArray[np.float32]:
         """See `Engine.forward_logits`."""
-        return self._compute(batch).copy()
+        with self._borrowed_cores():
+            return self._compute(batch).copy()
 
     def _compute(self, batch: Batch, watch: LayerWatch | None = None) -> npt.NDArray[np.float32]:
         """Run the layers; a view of the logits [R, V], valid until the next step."""

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 
 import numpy as np
 
+from pdserve.core_ledger import CoreLedger
 from pdserve.cpus import allowed_cores, available_cpus, share_cpus
 from pdserve.engine.batch import SampleRequest, ScoreRequest, SequenceChunk, build_batch
 from pdserve.engine.cpu.attention_tile import SEGMENT
@@ -40,12 +41,14 @@ def load_cpu_engine(
     block_size: int = 16,
     num_threads: int | None = None,
     pin_threads: bool | Sequence[int] = False,
+    cores: CoreLedger | None = None,
 ) -> CpuEngine:
     """Pack the weights of `source`, make a KV pool, and compile the kernels or read them from the cache.
 
     The pool has `num_blocks` blocks, or as many as fit in `kv_cache_bytes`: give one of the two. `num_threads` None
     takes as many as this process may use cores. `pin_threads` gives each a CPU of its own: one of those
-    listed, or of all that this process may use.
+    listed, or of all that this process may use. With `cores` there are as many as it allows at most, of which it says
+    before each step how many take part; those beyond `num_threads` are not pinned.
 
     Raises ConfigError, naming the setting, for one that is wrong or asks for more than the machine has.
     """
@@ -56,10 +59,12 @@ def load_cpu_engine(
     blocks = pool_blocks(layout, num_blocks, kv_cache_bytes)
     threads = num_threads if num_threads is not None else available_cpus()
     cpus = _cpus(pin_threads, threads)
+    if cores is not None:
+        threads = cores.most
     pool_setting = "num_blocks" if kv_cache_bytes is None else "kv_cache_bytes"
     _check_memory(packed_nbytes(source, weights), blocks * layout.block_nbytes, pool_setting)
     model = pack_model(source, shape, weights)
-    engine = CpuEngine(source.config, model, layout, num_blocks=blocks, threads=threads, cpus=cpus)
+    engine = CpuEngine(source.config, model, layout, num_blocks=blocks, threads=threads, cpus=cpus, cores=cores)
     warm_up(engine)
     return engine
 

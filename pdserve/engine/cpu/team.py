@@ -37,8 +37,10 @@ class Team:
     """`size` threads, the calling one among them: their leader, always the same."""
 
     def __init__(self, size: int, cpus: Sequence[int] | None = None) -> None:
-        """Start the others. With `cpus`, one for each, threads are pinned to them, the calling one to the first."""
+        """Start the others. With `cpus` the first threads are pinned, one to each, the calling one to the first."""
         self.size = size
+        self.working = size
+        """How many of them take part in what is run, the leader first: 1 to `size`. The others sleep."""
         # Waiting awake takes the core from somebody else if there are not enough.
         self._calls = _Calls(size, YIELDS_BEFORE_SLEEP if size <= available_cpus() else 0)
         # Threads hold no reference to the team, so that it can go, and they with it.
@@ -50,16 +52,19 @@ class Team:
         for member in members:
             member.start()
         if cpus is not None:
-            for member, cpu in zip([threading.current_thread(), *members], cpus, strict=True):
+            for member, cpu in zip([threading.current_thread(), *members], cpus, strict=False):
                 assert member.native_id is not None, "it runs"
                 os.sched_setaffinity(member.native_id, {cpu})
 
     def run(self, kernel: TeamKernel, *args: Any) -> None:
-        """Call the kernel on every thread, and return when all have returned.
+        """Call the kernel on the threads that are to work, and return when all have returned.
 
         A kernel has barriers: it must not raise before the last of them on some threads only.
         """
-        self._calls.lead(kernel, args)
+        if self.working == 1:
+            self.run_alone(kernel, *args)
+        else:
+            self._calls.lead(kernel, args, self.working)
 
     def run_alone(self, kernel: TeamKernel, *args: Any) -> None:
         """Call the kernel on the calling thread only: for work too small to share."""
@@ -79,20 +84,23 @@ class _Calls:
         """Number of the latest call."""
         self._call: tuple[TeamKernel, tuple[Any, ...]] | None = None
         """None between calls, and for the members to end."""
+        self._working = size
+        """Threads that take part in the latest call."""
         self._num_asleep = 0
         self._errors: list[BaseException] = []
 
-    def lead(self, kernel: TeamKernel, args: tuple[Any, ...]) -> None:
-        """Call the kernel as thread 0, the members as the others."""
-        # All members have arrived at the end of the call before.
-        goal = int(self.board[ARRIVED]) + self._size - 1
+    def lead(self, kernel: TeamKernel, args: tuple[Any, ...], working: int) -> None:
+        """Call the kernel as thread 0, `working` - 1 members as the others."""
+        # All members that took part have arrived at the end of the call before.
+        goal = int(self.board[ARRIVED]) + working - 1
         with self._changed:
             self._run += 1
+            self._working = working
             self._call = (kernel, args)
             if self._num_asleep:
                 self._changed.notify_all()
         try:
-            kernel(self.board, self._run, goal, self._yields, 0, self._size, *args)
+            kernel(self.board, self._run, goal, self._yields, 0, working, *args)
         finally:
             # For the case that it could not even be entered; else they are there.
             wait_for(self.board, ARRIVED, goal, FOREVER)
@@ -106,16 +114,17 @@ class _Calls:
         run = 0
         while True:
             with self._changed:
-                while self._run == run:
+                # A call without this member is none to it.
+                while self._run == run or thread >= self._working:
                     self._num_asleep += 1
                     self._changed.wait()
                     self._num_asleep -= 1
-                run, call = self._run, self._call
+                run, call, working = self._run, self._call, self._working
             if call is None:
                 return
             kernel, args = call
             try:
-                kernel(self.board, run, 0, self._yields, thread, self._size, *args)
+                kernel(self.board, run, 0, self._yields, thread, working, *args)
             except BaseException as error:  # handed to the thread that asked for the work
                 self._errors.append(error)
                 arrive(self.board)
@@ -127,4 +136,5 @@ class _Calls:
         with self._changed:
             self._run += 1
             self._call = None
+            self._working = self._size
             self._changed.notify_all()
