@@ -65,7 +65,7 @@ def set_up_llama_cpp(paths: Paths) -> None:
         build = paths.llama_source / "build"
         print(f"llama.cpp: building in {build}; this takes long", flush=True)
         _run("cmake", "-S", paths.llama_source, "-B", build, *_CMAKE_SETTINGS)
-        _run("cmake", "--build", build, "-j", str(os.cpu_count()), "--target", *PROGRAMS)
+        _run("cmake", "--build", build, "-j", str(os.cpu_count()), "--target", *PROGRAMS, "llama-server")
     files = model_files(paths.llama_bin, paths.model, paths.llama_models)
     print(f"llama.cpp: {paths.llama_bin}, models {', '.join(sorted(files))}")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import sys
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -15,8 +15,10 @@ from benchmarks.harness.command_line import parse
 from benchmarks.harness.cpu_rig import CpuRig, blocks_needed
 from benchmarks.harness.quiet import ForeignLoad, exclusive, in_own_session, raise_weight, rerun_in_own_session
 from benchmarks.harness.report import Report
-from benchmarks.harness.workloads import Decode, Prefill
-from benchmarks.peers.catalogue import default_cache
+from benchmarks.harness.workloads import Decode, PeerError, Prefill
+from benchmarks.peers.catalogue import Paths, default_cache
+from benchmarks.peers.llama_cpp import model_files
+from benchmarks.peers.llama_server import SERVED_FORMATS, LlamaServer
 from pdserve.bench.arrivals import poisson_arrivals
 from pdserve.bench.experiments import GoodputSearch, Interference, decode_scaling, prefill_scaling
 from pdserve.bench.lengths import Lengths
@@ -29,12 +31,19 @@ from pdserve.config import load_config
 from pdserve.cpus import available_cpus
 from pdserve.engine.cpu.loader import load_cpu_engine
 from pdserve.launch.cluster import LocalCluster
+from pdserve.model.known import locate
 from pdserve.model.source import open_model
 
 MODEL = "smollm2-135m-instruct"
 PARTS = ("interference", "throughput", "ttft", "goodput", "overhead")
-LAYOUTS = {"split": 1, "colocated": 0}
-"""Prefill workers beside the one decode worker."""
+LAYOUTS: dict[str, dict[str, Any]] = {
+    # A prefill worker beside the decode worker, each with its own cores, come what may.
+    "split": {"local.prefill_workers": 1, "engine.lend_cores": False},
+    # The same as `pdserve up` does it: cores that one of them does not need just now go to the other.
+    "lending": {"local.prefill_workers": 1},
+    # The decode worker computes prompts in small chunks beside its streams.
+    "colocated": {"local.prefill_workers": 0},
+}
 FOREIGN_LIMIT = 0.2
 SLO = Slo(ttft_s=1.5, tpot_s=0.04)
 CONTEXT = 64
@@ -46,10 +55,11 @@ ResultT = TypeVar("ResultT")
 class Benchmark:
     """Measures into a report."""
 
-    def __init__(self, report: Report, *, quick: bool, threads: int) -> None:
+    def __init__(self, report: Report, *, quick: bool, threads: int, peers: Paths) -> None:
         self._report = report
         self._quick = quick
         self._threads = threads
+        self._peers = peers
         self._foreign: dict[str, ForeignLoad] = {}
 
     def run(self, parts: list[str]) -> None:
@@ -76,9 +86,9 @@ class Benchmark:
         """Start a cluster, use it, stop it."""
         overrides = {
             "model.path": MODEL, "engine.kind": "cpu", "router.listen": "127.0.0.1:0",
-            "local.prefill_workers": LAYOUTS[layout],
             # Greedy answers to random prompts repeat themselves, which n-gram drafts predict far better than real text.
             "decode.speculation.method": "off",
+            **LAYOUTS[layout],
         }  # fmt: skip
 
         async def main(cluster: LocalCluster) -> ResultT:
@@ -92,6 +102,30 @@ class Benchmark:
 
         with LocalCluster(load_config(environ={}, overrides=overrides)) as cluster, self._foreign[part].watch():
             return asyncio.run(main(cluster))
+
+    def _on_llama_server(
+        self, part: str, format_name: str, use: Callable[[Target, PromptMaker], Awaitable[ResultT]], *, slots: int,
+        context: int,
+    ) -> ResultT:  # fmt: skip
+        """Start llama.cpp's server, use it, stop it. Raises PeerError."""
+        files = model_files(self._peers.llama_bin, self._peers.model, self._peers.llama_models)
+        server = LlamaServer(
+            self._peers.llama_bin, files[format_name], threads=self._threads, slots=slots, context=context
+        )  # fmt: skip
+
+        async def main() -> ResultT:
+            target = OpenAiTarget(server.url)
+            try:
+                return await use(target, await PromptMaker.of(target, seed=0))
+            finally:
+                await target.close()
+
+        with server, self._foreign[part].watch():
+            return asyncio.run(main())
+
+    @property
+    def _has_llama_server(self) -> bool:
+        return LlamaServer.exists(self._peers.llama_bin)
 
     def _rig(self, *workloads: Decode) -> CpuRig:
         # Twice the blocks: prompts of 512 tokens fit as well.
@@ -110,17 +144,38 @@ class Benchmark:
                 await experiment.add(name, target, maker)
 
             self._on_cluster("interference", layout, use)
+        if self._has_llama_server:
+
+            async def use_peer(target: Target, maker: PromptMaker) -> None:
+                await experiment.add("llama.cpp", target, maker)
+
+            try:
+                self._on_llama_server("interference", "Q4_0", use_peer, slots=8, context=4096)
+            except PeerError as error:
+                print(error, file=sys.stderr)
         outcome = experiment.outcome()
         points = {point["name"]: point for point in outcome.findings["points"]}
         note = "; ".join(outcome.notes)
         self._report.samples["interference"] = outcome.findings
         ratios = {name: point["p99_ratio"] for name, point in points.items()}
-        self._report.add("itl_p99_disturbed_over_alone_split", ratios["split"], "x", bar="<= 1.3", note=note)
-        self._report.add("itl_p99_disturbed_over_alone_colocated", ratios["colocated"], "x", note=note)
-        better = None if not all(ratios.values()) else ratios["colocated"] / ratios["split"]
-        self._report.add("interference_colocated_over_split", better, "x", bar=">= 3")
-        note = "needs llama-server: `pdserve bench interference --openai URL`"
-        self._report.add("interference_llama_cpp", None, "x", note=note)
+        self._report.add(
+            "itl_p99_disturbed_over_alone_split",
+            ratios["split"],
+            "x",
+            bar="<= 1.3",
+            note=note or _gaps(points["split"]),
+        )
+        for name in ("lending", "colocated"):
+            self._report.add(f"itl_p99_disturbed_over_alone_{name}", ratios[name], "x", note=_gaps(points[name]))
+        peer = ratios.get("llama.cpp")
+        missing = f"{self._peers.llama_bin} has no llama-server; run benchmarks/peers/setup.py"
+        peer_note = missing if peer is None else f"Q4_0; {_gaps(points['llama.cpp'])}"
+        self._report.add("itl_p99_disturbed_over_alone_llama_cpp", peer, "x", note=peer_note)
+        others = [ratio for name, ratio in ratios.items() if name in ("colocated", "llama.cpp") and ratio]
+        better = min(others) / ratios["split"] if others and ratios["split"] else None
+        self._report.add("interference_best_other_over_split", better, "x", bar=">= 3")
+        stall = points["colocated"]["disturbed_ms"]["p99"] / points["lending"]["disturbed_ms"]["p99"]
+        self._report.add("itl_p99_disturbed_colocated_over_lending", stall, "x", note="milliseconds over milliseconds")
 
     def _throughput(self) -> None:
         levels = (16,) if self._quick else (16, 32)
@@ -133,14 +188,40 @@ class Benchmark:
         async def use(_: LocalCluster, target: Target, maker: PromptMaker) -> Any:
             return await decode_scaling(target, maker, levels, prompt_tokens=CONTEXT, output_tokens=STEPS)
 
-        outcome = self._on_cluster("throughput", "split", use, http=True)
+        outcome = self._on_cluster("throughput", "lending", use, http=True)
         self._report.samples["throughput"] = {"bare": bare, **outcome.findings}
         served = {point["streams"]: point["tokens_per_s"] for point in outcome.findings["points"]}
         for level in levels:
             ratio = served[level] / bare[level] if level in served else None
             note = f"{served.get(level, 0):.0f} against {bare[level]:.0f} tok/s, over HTTP, while all streams run"
             self._report.add(f"served_over_bare_{level}", ratio, "x", bar=">= 0.85", note=note)
-        self._report.add("served_over_best_peer", None, "x", bar=">= 2", note="no server of a peer is installed")
+        self._throughput_of_peers(served, levels)
+
+    def _throughput_of_peers(self, served: Mapping[int, float], levels: Sequence[int]) -> None:
+        """The same work on llama.cpp's server, in several formats."""
+
+        async def use(target: Target, maker: PromptMaker) -> Any:
+            return await decode_scaling(target, maker, levels, prompt_tokens=CONTEXT, output_tokens=STEPS)
+
+        found: dict[str, dict[int, float]] = {}
+        if self._has_llama_server:
+            for name in SERVED_FORMATS:
+                try:
+                    outcome = self._on_llama_server("throughput", name, use, slots=max(levels), context=512)
+                except PeerError as error:
+                    print(error, file=sys.stderr)
+                else:
+                    found[name] = {p["streams"]: p["tokens_per_s"] for p in outcome.findings["points"]}
+        self._report.samples["throughput_llama_cpp"] = found
+        for level in levels:
+            best = max(((speeds[level], name) for name, speeds in found.items() if level in speeds), default=None)
+            ratio = served[level] / best[0] if best is not None and level in served else None
+            note = (
+                f"{self._peers.llama_bin} has no llama-server; run benchmarks/peers/setup.py"
+                if best is None
+                else f"against llama.cpp's server, {best[1]}: {best[0]:.0f} tok/s"
+            )
+            self._report.add(f"served_over_best_peer_{level}", ratio, "x", bar=">= 2", note=note)
 
     def _ttft(self) -> None:
         rig = self._rig(Decode(batch=1, context=512, steps=1))
@@ -150,7 +231,7 @@ class Benchmark:
         async def use(_: LocalCluster, target: Target, maker: PromptMaker) -> Any:
             return await prefill_scaling(target, maker, [512], repetitions=3 if self._quick else 8)
 
-        outcome = self._on_cluster("ttft", "split", use)
+        outcome = self._on_cluster("ttft", "lending", use)
         self._report.samples["ttft"] = {"bare_ms": bare_ms, **outcome.findings}
         (point,) = outcome.findings["points"]
         ttft_ms = min(1e3 * (r.ttft_s or 0.0) for r in outcome.runs[0].records if not r.request.warmup)
@@ -184,8 +265,9 @@ class Benchmark:
 
             found[layout] = self._on_cluster("goodput", layout, use)
         self._report.samples["goodput"] = search.outcome().findings
-        ratio = found["split"] / found["colocated"] if found["colocated"] else None
-        note = f"{found['split']:.2f} against {found['colocated']:.2f} req/s, {count} requests a run"
+        best = max(found["split"], found["lending"])
+        ratio = best / found["colocated"] if found["colocated"] else None
+        note = ", ".join(f"{name} {rate:.2f}" for name, rate in found.items()) + f" req/s; {count} requests a run"
         self._report.add("goodput_split_over_colocated", ratio, "x", bar=">= 1.2", note=note)
 
     def _overhead(self) -> None:
@@ -204,15 +286,24 @@ class Benchmark:
             self._report.samples["overhead"] = {"elapsed_s": time.monotonic() - began}
             return (after.user + after.system - before.user - before.system) / (streams * tokens)
 
-        per_token = self._on_cluster("overhead", "split", use, http=True)
+        per_token = self._on_cluster("overhead", "lending", use, http=True)
         note = "router only, over HTTP; shells of workers run in the engine's process and are not told apart here"
         self._report.add("router_cpu_per_token", 1e6 * per_token, "us", bar="<= 60", note=note)
+
+
+def _gaps(point: Mapping[str, Any]) -> str:
+    """p99 of the gaps of streams, alone and disturbed."""
+    return f"p99 {point['alone_ms']['p99']:.1f} -> {point['disturbed_ms']['p99']:.1f} ms"
 
 
 def main() -> int:
     """Exit status 0 if everything ran, whatever the figures say."""
     quick = "fewer and shorter runs, for use while developing"
-    options = parse(sys.argv[1:], PARTS, prog="serving.py", description=__doc__, quick=quick)
+    peers = Paths(cache=default_cache(), model=locate(MODEL))
+    options = parse(
+        sys.argv[1:], PARTS, prog="serving.py", description=__doc__, quick=quick, llama_bin=peers.llama_bin
+    )  # fmt: skip
+    peers = replace(peers, llama_programs=options.llama_bin)
     if not in_own_session():
         return rerun_in_own_session()
     with exclusive(default_cache().parent / "benchmark.lock"):
@@ -222,7 +313,7 @@ def main() -> int:
             "scheduling": raise_weight(),
         }  # fmt: skip
         report = Report(benchmark="serving", settings=settings)
-        Benchmark(report, quick=options.quick, threads=threads).run(options.only)
+        Benchmark(report, quick=options.quick, threads=threads, peers=peers).run(options.only)
     if options.out is not None:
         report.write(options.out)
     report.print(as_json=options.json)

@@ -73,15 +73,16 @@ class Interference:
         )
 
     def gaps_ms(self, run: RunResult) -> list[float]:
-        """Gaps between messages of the streams, the later one in the window. Tokens that come together, as with
-        speculation, have no time between them and would only dilute the stalls."""
+        """Gaps between messages of the streams that have a part in the window, so that a stall which outlasts it counts
+        as long as it is. Tokens that come together, as with speculation, have no time between them and would only
+        dilute the stalls."""
         begin, end = self.window_s
         return [
             1e3 * gap
             for record in run.records
             if record.request.group == STREAM
             for at, gap in zip(record.token_times_s[1:], record.gaps_s, strict=True)
-            if begin <= at <= end and gap > 0
+            if begin <= at and at - gap <= end and gap > 0
         ]
 
     def outcome(self) -> Outcome:
