@@ -109,7 +109,7 @@ class Clients:
 
     async def latency(self, arguments: dict[str, Any]) -> dict[str, Any]:
         """Seconds of requests for one token, one after the other: over either API, and of the fake's own answer; and of
-        the least that can be asked of the router."""
+        the least that can be asked of the router. `sent`: when each of the first three was sent, in that order."""
         host, port = self._http_address.rsplit(":", 1)
         reader, writer = await asyncio.open_connection(host, int(port))
 
@@ -143,14 +143,16 @@ class Clients:
             ways: dict[str, Measure] = {
                 "http": over_http, "grpc": over_grpc, "direct": direct, "bare_http": bare_http, "bare_grpc": bare_grpc,
             }  # fmt: skip
-            samples: dict[str, list[float]] = {name: [] for name in ways}
+            samples: dict[str, list[float]] = {name: [] for name in (*ways, "sent")}
             for number in range(arguments["rounds"]):
                 for name, measure in ways.items():
                     # What the router still does for the request before is not this one's latency.
                     await asyncio.sleep(IDLE_S)
-                    began = time.perf_counter()
+                    began = time.monotonic()
                     await measure(self._prompts[number % 5])
-                    samples[name].append(time.perf_counter() - began)
+                    samples[name].append(time.monotonic() - began)
+                    if not name.startswith("bare"):
+                        samples["sent"].append(began)
             session.cancel()
         writer.close()
         return samples

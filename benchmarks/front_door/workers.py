@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -78,6 +79,19 @@ class SteppingDecodeWorker(FakeDecodeWorker):
         super()._cancel(cancel)
 
 
+class TimedPrefillWorker(FakePrefillWorker):
+    """Knows when its jobs have come."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.arrivals_s: list[float] = []
+        """By the system's monotonic clock, which all processes share."""
+
+    def _on_submit(self, command: pb.PrefillCommand) -> None:
+        self.arrivals_s.append(time.monotonic())
+        super()._on_submit(command)
+
+
 async def run(settings: dict[str, Any]) -> None:
     """Register both workers and obey the parent."""
     source = open_model(settings["model"])
@@ -91,7 +105,7 @@ async def run(settings: dict[str, Any]) -> None:
         return token_ids[0]
 
     decode = SteppingDecodeWorker(info("d0", Role.DECODE), next_token, token_ids)
-    prefill = FakePrefillWorker(info("p0", Role.PREFILL), next_token, {"d0": decode}.get, HEARTBEAT_S)
+    prefill = TimedPrefillWorker(info("p0", Role.PREFILL), next_token, {"d0": decode}.get, HEARTBEAT_S)
     addresses = {}
     for worker in (decode, prefill):
         started = await worker.start()
@@ -106,6 +120,10 @@ async def run(settings: dict[str, Any]) -> None:
         decode.period_s = arguments["period_s"]
         return {}
 
+    async def arrivals(_: dict[str, Any]) -> dict[str, Any]:
+        taken, prefill.arrivals_s = prefill.arrivals_s, []
+        return {"seconds": taken}
+
     async def hold(_: dict[str, Any]) -> dict[str, Any]:
         prefill.before_first_token.hold()
         return {}
@@ -117,7 +135,12 @@ async def run(settings: dict[str, Any]) -> None:
     async def count(_: dict[str, Any]) -> dict[str, Any]:
         return {"tokens": decode.num_tokens, "held": prefill.before_first_token.num_waiting}
 
-    await serve({"addresses": addresses_of, "pace": pace, "hold": hold, "release": release, "count": count})
+    await serve(
+        {
+            "addresses": addresses_of, "pace": pace, "hold": hold, "release": release, "count": count,
+            "arrivals": arrivals,
+        }
+    )  # fmt: skip
     stepping.cancel()
     for worker in (decode, prefill):
         await worker.kill()
