@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from pdserve.block_hash import BlockHashes
 from pdserve.types import DecodeTarget, GenerationJob, HandoffId, RunningStream
@@ -66,11 +66,11 @@ class Sequence:
     """Tokens whose KV this worker computed by prefill."""
     num_newest: int = 1
     """Tokens of the output that came last, in one step."""
+    key: HandoffId = field(init=False)
+    """Its name, that of its job."""
 
-    @property
-    def key(self) -> HandoffId:
-        """Its name."""
-        return HandoffId(self.job.request_id, self.job.attempt)
+    def __post_init__(self) -> None:
+        self.key = HandoffId(self.job.request_id, self.job.attempt)
 
     def extend(self, token_ids: list[int]) -> None:
         """These, with KV, have come since the job was written. To bias, penalties and grammar it is as if its prompt

@@ -117,6 +117,7 @@ class DecodeService(worker_pb2_grpc.DecodeWorkerServicer):
         hasher = BlockHasher(model_fingerprint=info.model_fingerprint, block_size=engine.layout.block_size)
         self._blocks = SequenceBlocks(engine.num_blocks, hasher, host.prefixes.changes)
         host.prefixes.use(lambda: self._blocks.names)
+        host.recorder.use(lambda: self._blocks.num_used)
         self._scheduler = DecodeScheduler(
             worker_id=info.worker_id,
             blocks=self._blocks,

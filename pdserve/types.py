@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass, field, replace
-from typing import Final, NewType
+from typing import Final, NamedTuple, NewType
 
 Incarnation = NewType("Incarnation", str)
 """Random hex made at process start; tells a worker from the one that had its address before."""
@@ -195,9 +195,11 @@ class GenerationJob:
         return None
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class HandoffId:
-    """One attempt to hand one request over. Unique in the cluster: request ids are, and attempts only grow."""
+class HandoffId(NamedTuple):
+    """One attempt to hand one request over. Unique in the cluster: request ids are, and attempts only grow.
+
+    A tuple, as everything that a worker has of a request is looked up by it, many times for each token.
+    """
 
     request_id: str
     attempt: int

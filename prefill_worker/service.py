@@ -128,6 +128,7 @@ class PrefillService(worker_pb2_grpc.PrefillWorkerServicer):
         hasher = BlockHasher(model_fingerprint=info.model_fingerprint, block_size=engine.layout.block_size)
         self._blocks = SequenceBlocks(engine.num_blocks, hasher, host.prefixes.changes)
         host.prefixes.use(lambda: self._blocks.names)
+        host.recorder.use(lambda: self._blocks.num_used)
         self._book = FetchBook(
             FetchCost(token_nbytes=engine.layout.block_nbytes / engine.layout.block_size),
             block_size=engine.layout.block_size,

@@ -164,7 +164,6 @@ class WorkerHost:
     async def serve_metrics(self, state: WorkerState) -> None:
         """Answer Prometheus, where the configuration says so. Between `open` and `announce`. Raises ConfigError."""
         assert self._thread is not None, "metrics before open"
-        self.recorder.use(state.stats)
         listen = self._section.metrics_listen
         if listen is None:
             return

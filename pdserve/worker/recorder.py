@@ -15,7 +15,7 @@ from typing import Final
 from pdserve.telemetry.chrome import ChromeTrace, Slice
 from pdserve.telemetry.context import TraceContext, parse
 from pdserve.telemetry.spans import SpanRecord, SpanSink, Value
-from pdserve.types import GenerationJob, HandoffId, WorkerStats
+from pdserve.types import GenerationJob, HandoffId
 from pdserve.worker.engine_thread import StepResult
 from pdserve.worker.events import DecodeEvent, FirstToken, HandedOff, JobFailed, Migrated, PrefillEvent, StepTokens
 
@@ -50,21 +50,20 @@ class JobRecorder:
         """Remembers `max_steps` steps, and as many parts of jobs. `sink`: None if nothing is traced."""
         self._worker_id = worker_id
         self._sink = sink
-        self._get_stats: Callable[[], WorkerStats] | None = None
+        self._blocks_in_use: Callable[[], int] = int
         self._steps: deque[tuple[float, float, int, int, int]] = deque(maxlen=max_steps)
         """End, seconds, sequences, tokens, blocks in use."""
         self._parts: deque[_Part] = deque(maxlen=max_steps)
         self._jobs: OrderedDict[HandoffId, _Job] = OrderedDict()
 
-    def use(self, get_stats: Callable[[], WorkerStats]) -> None:
-        """Where to look for blocks in use."""
-        self._get_stats = get_stats
+    def use(self, blocks_in_use: Callable[[], int]) -> None:
+        """Where to look for blocks in use. Asked after every step."""
+        self._blocks_in_use = blocks_in_use
 
     def step_done(self, result: StepResult) -> None:
         """The engine has computed a step."""
-        blocks = self._get_stats().blocks_in_use if self._get_stats is not None else 0
         lens = result.query_lens
-        self._steps.append((time.monotonic(), result.duration_s, len(lens), sum(lens), blocks))
+        self._steps.append((time.monotonic(), result.duration_s, len(lens), sum(lens), self._blocks_in_use()))
 
     def begin(self, job: GenerationJob) -> None:
         """A job has come, or the KV of one. Again if it goes from one to the other."""
