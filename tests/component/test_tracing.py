@@ -76,11 +76,12 @@ async def wait_ready(cluster: InProcessCluster) -> str:
     return f"http://{router.http_address}"
 
 
+@pytest.mark.parametrize("protocol", ["grpc", "http/protobuf"])
 async def test_a_request_over_http_is_one_trace_across_all_three_below_the_client(
-    redis_url: str, cluster_name: str, model: Path
+    redis_url: str, cluster_name: str, model: Path, protocol: str
 ) -> None:
-    with receiving() as receiver:
-        async with cluster_at(receiver, redis_url, cluster_name, model) as cluster:
+    with receiving(protocol) as receiver:
+        async with cluster_at(receiver, redis_url, cluster_name, model, protocol=protocol) as cluster:
             url = await wait_ready(cluster)
             body = {"prompt": SECRET * 4, "max_tokens": 6, "ignore_eos": True, "request_id": "traced", "temperature": 0}
             body |= {"stop": [SECRET * 2], "seed": 7, "top_k": 5}
