@@ -44,10 +44,14 @@ $(DEV): $(SOURCES) $(RUNTIME)
 demo: $(RUNTIME) ## Run a cluster on this machine and send it a few prompts
 	@$(BIN)/pdserve demo
 
+# Tests start hundreds of processes, each of which would compile all that it imports.
+test test-chaos test-clients test-gpu: export PYTHONDONTWRITEBYTECODE =
+
 test: $(DEV) ## Run the whole test suite (no GPU needed)
-# Modules of the first two layers, which often wait, share the cores; processes and their time-outs have them alone.
-	$(BIN)/pytest -n 2 --dist loadfile tests/unit tests/component
-	$(BIN)/pytest --ignore tests/unit --ignore tests/component
+# Tests often wait, so others share the cores meanwhile. What asks how long something takes has them alone.
+	$(BIN)/pytest -n 3 --dist loadfile --no-loadscope-reorder tests/unit tests/component
+	$(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not alone" --ignore tests/unit --ignore tests/component
+	$(BIN)/pytest -m alone --ignore tests/unit --ignore tests/component
 
 check: $(DEV) ## Run formatter, linters, type checker and generated-code check
 	$(BIN)/ruff format --check .

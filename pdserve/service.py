@@ -7,7 +7,6 @@ process with exit code 2 and one line that says what to do; a clean stop with 0.
 from __future__ import annotations
 
 import asyncio
-import gc
 import logging
 import os
 import secrets
@@ -22,6 +21,7 @@ from grpc_reflection.v1alpha import reflection
 
 from pdserve.addresses import free_port
 from pdserve.errors import ConfigError, PdServeError
+from pdserve.garbage import settle
 from pdserve.rpc.errors import ErrorInterceptor
 from pdserve.rpc.options import SERVER_OPTIONS, Options
 from pdserve.security.port import PortTls
@@ -143,9 +143,7 @@ async def serve_until_stopped(service: Service, dump: Callable[[str], object] | 
     try:
         if not await _finishes_before(service.start(), stopping):
             return EXIT_OK
-        # What is there now stays. Going through all of it again and again would stop every stream for a while.
-        gc.collect()
-        gc.freeze()
+        settle()
         try:
             failed = await _finishes_before(service.run(), stopping)
         except Exception:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import click
 
 from pdserve.cli.options import config_options, read_config
+from pdserve.garbage import collect_seldom
 from pdserve.launch.parent import end_with_launcher
 
 
@@ -17,6 +18,7 @@ def router(config_path: str | None, settings: tuple[str, ...]) -> int:
     requests finish.
     """
     end_with_launcher()
+    collect_seldom()
     config = read_config(config_path, settings)
     from pdserve.service import EXIT_USAGE, end_process
     from router.service import main
@@ -35,6 +37,7 @@ def prefill(config_path: str | None, settings: tuple[str, ...]) -> int:
     Loads the model, registers in redis, and computes prompts until SIGTERM.
     """
     end_with_launcher()
+    collect_seldom()
     config = read_config(config_path, settings)
     from prefill_worker.service import main
 
@@ -49,6 +52,7 @@ def decode(config_path: str | None, settings: tuple[str, ...]) -> int:
     Loads the model, registers in redis, and generates tokens until SIGTERM.
     """
     end_with_launcher()
+    collect_seldom()
     config = read_config(config_path, settings)
     from decode_worker.service import main
 
