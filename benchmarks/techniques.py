@@ -1,4 +1,4 @@
-"""What techniques that make decoding cheaper are worth: speculative decoding, on prompts of four kinds.
+"""What techniques are worth that make decoding cheaper or contexts longer.
 
 `python benchmarks/techniques.py` prints a table; `--json` one object. See README.md beside this file.
 """
@@ -11,6 +11,6 @@ from pathlib import Path
 if __name__ == "__main__":
     # The directory of a script comes first in the search path, and there this file hides the package it measures.
     sys.path[0] = str(Path(__file__).parents[1])
-    from benchmarks.speculation.main import main
+    from benchmarks.technique.main import main
 
     sys.exit(main())

@@ -16,7 +16,6 @@ from typing import Final, Literal
 from decode_worker.migration_cost import MigrationCost
 from decode_worker.migration_table import TABLE, MigrationAction, MigrationEvent, MigrationState
 from decode_worker.residents import Residents
-from decode_worker.room import blocks_at_most
 from decode_worker.sequences import (
     AbortMigration,
     AdvanceMigration,
@@ -150,10 +149,8 @@ class Migrations:
             return None
         num_missing = -self._blocks.num_available
         for sequence in running:
-            room = min(
-                self._blocks.blocks_for(len(sequence.tokens) + num_steps), blocks_at_most(self._blocks, sequence.job)
-            )
-            num_missing += max(0, room - self._blocks.num_held(sequence.key))
+            length = min(len(sequence.tokens) + num_steps, sequence.job.max_total_tokens - 1)
+            num_missing += max(0, self._blocks.blocks_for(length - self._blocks.room(sequence.key)))
         num_missing -= sum(self._blocks.num_held(key) for key in self._live if self._blocks.holds(key))
         if num_missing <= 0 or last.num_left <= num_steps or not self._is_movable(last, now):
             return None
@@ -328,12 +325,12 @@ class Migrations:
         num_steps = self.cost.steps_of_move(num_known, self.mean_step_s)
         lead = min(max(2 * num_steps, MIN_LEAD_TOKENS), MAX_LEAD_TOKENS)
         room = min(num_known + lead, most)
-        num_more = self._blocks.blocks_for(room) - self._blocks.num_held(sequence.key)
+        num_more = self._blocks.blocks_for(room - self._blocks.room(sequence.key))
         if num_more + self._residents.num_growing <= self._blocks.num_available:
             # Nobody has to give way for it.
             self._blocks.grow(sequence.key, room)
         migration.num_known = num_known
-        migration.limit = min(self._blocks.num_held(sequence.key) * self._blocks.block_size, most)
+        migration.limit = min(self._blocks.room(sequence.key), most)
         migration.started_at = migration.stepped_at = now
         migration.overdue_at = now + self.cost.patience_s(num_known)
         job = replace(

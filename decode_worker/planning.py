@@ -6,9 +6,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from decode_worker.chunk_budget import ChunkBudget
+from decode_worker.draft_room import DraftRoom
 from decode_worker.migrations import Migrations
 from decode_worker.residents import Residents
 from decode_worker.sequences import NOT_DRAWN, PlannedChunk, Sequence, SequenceState
+from decode_worker.speculation.draft_planner import DraftPlanner
 from decode_worker.speculation.speculator import Candidate, Speculator
 from pdserve.engine.sequence_blocks import SequenceBlocks
 from pdserve.errors import PdServeError
@@ -54,6 +56,7 @@ class StepPlanner:
         blocks: SequenceBlocks,
         migrations: Migrations,
         speculation: Speculator,
+        draft_room: DraftRoom,
         budget: ChunkBudget,
         max_batch_tokens: int,
         fail: Callable[[HandoffId, PdServeError], None],
@@ -66,6 +69,9 @@ class StepPlanner:
         self._blocks = blocks
         self._migrations = migrations
         self._speculation = speculation
+        self._draft_room = draft_room
+        self.drafting: DraftPlanner | None = None
+        """What a draft model computes; None: there is none."""
         self._budget = budget
         self._max_batch_tokens = max_batch_tokens
         self._fail = fail
@@ -87,22 +93,19 @@ class StepPlanner:
             if sequence.state is not SequenceState.RUNNING or not self._may_draw(sequence.job, may_draw):
                 continue
             may_go_on = self._migrations.may_compute(sequence, len(sequence.tokens))
-            if not may_go_on or not self._residents.make_room(sequence):
-                continue
             length = sequence.num_to_compute
             if length > 1:
                 length = min(length, budget)
+            if not may_go_on or not self._residents.make_room(sequence, sequence.num_computed + length):
+                continue
+            if sequence.num_to_compute > 1:
                 budget -= length
             if length:
                 self._steps.current.append((sequence, _chunk(sequence, length)))
         self._plan_prompts(now, may_draw)
-        for index, draft in enumerate(self._drafts()):
+        for index, draft in enumerate(self._speculation.drafts(self._candidates())):
             sequence, chunk = self._steps.current[index]
-            if not self._blocks.grow(sequence.key, len(sequence.tokens) + len(draft)):
-                # Another one has taken the last block.
-                held = self._blocks.num_held(sequence.key) * self._blocks.block_size
-                draft = draft[: held - len(sequence.tokens)]
-            if draft:
+            if draft := draft[: self._draft_room.take(sequence, len(draft))]:
                 self._steps.current[index] = (sequence, replace(chunk, draft=draft))
         return [chunk for _, chunk in self._steps.current]
 
@@ -135,31 +138,23 @@ class StepPlanner:
                 return []
         # What is drafted for the next step depends on the tokens of this one, too. Where nothing would be drafted if
         # it were for them, nothing is missed.
-        if any(chunk.draft for _, chunk in self._steps.current) or any(self._drafts()):
+        if any(chunk.draft for _, chunk in self._steps.current):
+            return []
+        if self._speculation.expects_drafts(self._candidates()):
             return []
         self._steps.following = [(sequence, _chunk_after(chunk)) for sequence, chunk in self._steps.current]
         return [chunk for _, chunk in self._steps.following]
 
-    def _drafts(self) -> list[tuple[int, ...]]:
-        """For each sequence of the step what may be computed with its next token. Nothing beside prompts and what is
-        computed again, with which there is enough to do."""
+    def _candidates(self) -> list[Candidate]:
+        """The sequences of the step, if drafts may be computed with their next tokens: nothing beside prompts and what
+        is computed again, with which there is enough to do."""
         if any(chunk.is_prompt or not chunk.draws or len(chunk.token_ids) > 1 for _, chunk in self._steps.current):
             return []
-        return self._speculation.drafts(
-            [Candidate(sequence, self._room_for_draft(sequence)) for sequence, _ in self._steps.current]
-        )
-
-    def _room_for_draft(self, sequence: Sequence) -> int:
-        """Tokens that may be drafted: without another one having to give way, and so that the output does not become
-        longer than it may. None in a sequence's first step, by which others measure how long steps take."""
-        if sequence.num_steps == 0:
-            return 0
-        num_blocks = self._blocks.num_held(sequence.key)
-        num_blocks += self._blocks.num_available > self._residents.num_growing
-        room = min(num_blocks * self._blocks.block_size - len(sequence.tokens), sequence.num_left - 1)
-        while room > 0 and not self._migrations.may_compute(sequence, len(sequence.tokens) + room):
-            room -= 1
-        return room
+        sequences = [sequence for sequence, _ in self._steps.current]
+        return [
+            Candidate(sequence, room, 0 if self.drafting is None else self.drafting.room(sequence))
+            for sequence, room in zip(sequences, self._draft_room.of_all(sequences), strict=True)
+        ]
 
     def _plan_prompts(self, now: float, may_draw: Callable[[GenerationJob], bool]) -> None:
         """Add chunks of prompts to the step, in order of rank. A prompt gets its room when there are tokens for it; one

@@ -14,6 +14,7 @@ from decode_worker.room import Need, blocks_at_most, tokens_to_set_aside
 from decode_worker.sequences import Action, CancelReservation, CopyBlock, Emit, Forget, Sequence, SequenceState
 from pdserve.engine.sequence_blocks import SequenceBlocks
 from pdserve.errors import PdServeError
+from pdserve.kv_window import AHEAD_TOKENS
 from pdserve.types import GenerationJob, HandoffId, TokenLogprobs
 from pdserve.worker.events import DecodeEvent, JobFailed
 
@@ -164,6 +165,7 @@ class Residents:
             sequence.num_computed = len(sequence.tokens)
             sequence.exact = exact
             self.publish(sequence)
+            self.hide(sequence)
         sequence.tokens.append(first_token)
         sequence.state = SequenceState.RUNNING
 
@@ -199,15 +201,17 @@ class Residents:
                 sequence.hashes,
                 room=tokens_to_set_aside(sequence.job, len(sequence.tokens), self._reserve_tokens),
                 keep=self.num_growing,
+                ahead=AHEAD_TOKENS if self._blocks.window.size else None,
             )
             if num_computed is None:
                 return
             sequence.num_computed = num_computed
             sequence.state = SequenceState.RUNNING
 
-    def make_room(self, sequence: Sequence) -> bool:
-        """Blocks for all tokens of a sequence, at the expense of those behind it if need be. False: it has to wait."""
-        while not self._blocks.grow(sequence.key, len(sequence.tokens)):
+    def make_room(self, sequence: Sequence, num_tokens: int) -> bool:
+        """Blocks for so many tokens of a sequence, at the expense of those behind it if need be. False: it has to
+        wait."""
+        while not self._blocks.grow(sequence.key, num_tokens):
             holding = (SequenceState.RUNNING, SequenceState.PREFILLING, SequenceState.MIGRATING)
             last = next(s for s in reversed(self.sequences.values()) if s.state in holding)
             if last is sequence or last.key in self.pinned:
@@ -224,7 +228,7 @@ class Residents:
             return
         sequence.state = SequenceState.PREEMPTED
         self._close(sequence)
-        sequence.num_computed = 0
+        sequence.num_computed = sequence.num_drafted_kv = 0
         sequence.exact = True  # it will be computed here
 
     def _set_back(self, prompt: Prompt) -> None:
@@ -314,6 +318,12 @@ class Residents:
         """Others may find the KV that it has by now."""
         if sequence.exact:
             self._blocks.publish(sequence.key, sequence.num_computed, sequence.tokens)
+
+    def hide(self, sequence: Sequence) -> None:
+        """Give back what it does not read again, unless a transfer does."""
+        if sequence.key not in self.pinned and self._blocks.hides(sequence.key, sequence.num_computed):
+            self.publish(sequence)
+            self._blocks.hide(sequence.key, sequence.num_computed)
 
     def act(self, action: Action) -> None:
         """Something is to be done."""

@@ -15,9 +15,9 @@ from pdserve.types import GenerationJob, HandoffId
 
 
 def blocks_at_most(blocks: SequenceBlocks, job: GenerationJob) -> int:
-    """Blocks that one output of `job` may come to need. The last token that may be drawn is never computed and needs no
-    KV."""
-    return blocks.blocks_for(job.max_total_tokens - 1)
+    """Blocks that one output of `job` may come to need at once. The last token that may be drawn is never computed and
+    needs no KV."""
+    return blocks.most_blocks(job.max_total_tokens - 1)
 
 
 def tokens_to_set_aside(job: GenerationJob, num_known_tokens: int, reserve_tokens: int) -> int:
@@ -36,13 +36,19 @@ class Need:
     num_shared_blocks: int
     num_own_blocks: int
     """Of each output."""
+    arrives: bool
+    """By hand-off, without what is hidden behind the model's window."""
 
     @classmethod
-    def of(cls, job: GenerationJob, num_tokens: int, blocks: SequenceBlocks, reserve_tokens: int) -> Need:
+    def of(
+        cls, job: GenerationJob, num_tokens: int, blocks: SequenceBlocks, reserve_tokens: int, *, arrives: bool = False
+    ) -> Need:
         """`num_tokens` is how many tokens of KV a hand-off brings, or are computed here."""
         room = max(tokens_to_set_aside(job, num_tokens, reserve_tokens), num_tokens)
-        num_shared_blocks = num_tokens // blocks.block_size
-        return cls(job, job.branches, room, num_shared_blocks, blocks.blocks_for(room) - num_shared_blocks)
+        num_full_blocks = num_tokens // blocks.block_size
+        num_hidden = len(blocks.window.hidden_blocks(job.num_known_tokens, blocks.block_size)) if arrives else 0
+        num_own_blocks = blocks.blocks_for(room) - num_full_blocks
+        return cls(job, job.branches, room, num_full_blocks - num_hidden, num_own_blocks, arrives)
 
     @property
     def num_blocks(self) -> int:
@@ -74,7 +80,7 @@ class Need:
             raise InvalidRequestError("job.forks: a stream that runs has none", field="job.forks")
         if job.deadline is not None and now >= job.deadline:
             raise DeadlineExceededError("the deadline had passed before the decode worker was asked")
-        if blocks_at_most(blocks, job) > blocks.num_blocks:
+        if max(blocks_at_most(blocks, job), self.num_shared_blocks + self.num_own_blocks) > blocks.num_blocks:
             raise PromptTooLongError(
                 f"job.token_ids: {job.num_prompt_tokens} prompt tokens and up to {job.max_new_tokens} new ones do not "
                 f"fit: the KV pool of this decode worker holds {blocks.capacity_tokens}",
@@ -101,6 +107,7 @@ class Need:
             room=self.room,
             keep=keep + len(forks) * self.num_own_blocks,
             reuse=reuse,
+            arrives=self.arrives,
         )
         if num_held is None:
             return None

@@ -33,6 +33,7 @@ from types import MappingProxyType
 from typing import Any
 
 from decode_worker.chunk_budget import ChunkBudget
+from decode_worker.draft_room import DraftRoom
 from decode_worker.migration_cost import MigrationCost
 from decode_worker.migrations import MigrateMode, Migrations
 from decode_worker.planning import StepPlanner, Steps
@@ -48,6 +49,7 @@ from decode_worker.sequences import (
     Sequence,
     SequenceState,
 )
+from decode_worker.speculation.draft_planner import DraftPlanner
 from decode_worker.speculation.outcome import outcome
 from decode_worker.speculation.speculator import Speculator
 from decode_worker.step_times import StepTimes
@@ -118,6 +120,7 @@ class DecodeScheduler:
         """Streams that move to other workers."""
         self.speculation = Speculator(speculation or SpeculationSection(method="off"))
         """What is drafted."""
+        self._draft_room = DraftRoom(self._residents, blocks, self.migrations)
         budget = ChunkBudget(chunk_tokens, chunk_pause_s)
         self._times = StepTimes(self._prompts, self.migrations.cost, self.speculation, budget)
         self._planner = StepPlanner(
@@ -127,6 +130,7 @@ class DecodeScheduler:
             blocks=blocks,
             migrations=self.migrations,
             speculation=self.speculation,
+            draft_room=self._draft_room,
             budget=budget,
             max_batch_tokens=max_batch_tokens,
             fail=self.fail,
@@ -206,6 +210,8 @@ class DecodeScheduler:
         for action in actions:
             if isinstance(action, Forget):
                 self.speculation.forget(action.key)
+                if self._planner.drafting is not None:
+                    self._planner.drafting.forget(action.key)
         return actions
 
     # Prompts ----------------------------------------------------------------------------------------------------------
@@ -264,7 +270,7 @@ class DecodeScheduler:
         served here.
         """
         self._limits.check(job)
-        need = Need.of(job, num_tokens, self._blocks, self._reserve_tokens)
+        need = Need.of(job, num_tokens, self._blocks, self._reserve_tokens, arrives=True)
         need.check(self._worker_id, self._blocks, self._max_batch_size, num_tokens, now, migrates=migrates)
         for branch in need.branches:
             if self._residents.state_of(HandoffId(branch.request_id, branch.attempt)) is not None:
@@ -355,6 +361,21 @@ class DecodeScheduler:
 
     # Steps ------------------------------------------------------------------------------------------------------------
 
+    def use_draft_model(self, max_model_len: int) -> DraftPlanner:
+        """There is a draft model, for contexts of so many tokens. Gives what it is to compute."""
+        self._planner.drafting = DraftPlanner(
+            residents=self._residents,
+            blocks=self._blocks,
+            room=self._draft_room,
+            speculation=self.speculation,
+            max_model_len=max_model_len,
+        )
+        return self._planner.drafting
+
+    def lose_draft_model(self) -> None:
+        """It does not work any more. What is looked up goes on."""
+        self._planner.drafting = None
+
     def plan_step(self, now: float, may_draw: Callable[[GenerationJob], bool] = lambda _: True) -> list[PlannedChunk]:
         """See StepPlanner.plan. The step ends by `step_done` or `step_failed`."""
         chunks = self._planner.plan(now, may_draw)
@@ -411,12 +432,14 @@ class DecodeScheduler:
             sequence.num_prefilled += query_len if query_len > 1 and not was_asked else 0
             sequence.num_computed += len(chunk.token_ids)
             if not chunk.draws:
+                self._residents.hide(sequence)
                 continue
             index = sequence.num_output
             kept, reason = outcome(chunk, [token_id for _, token_id in outputs], num_meaningful.get(sequence.key))
             sequence.num_steps += 1
             sequence.num_computed += len(kept) - 1
             sequence.tokens.extend(kept)
+            self._residents.hide(sequence)
             sequence.num_newest = len(kept)
             self.speculation.drawn(sequence, kept)
             self.speculation.verified(len(chunk.draft), len(kept) - 1)
@@ -457,6 +480,7 @@ class DecodeScheduler:
         prompt.num_computed += num_tokens
         lead.num_computed += num_tokens
         self._residents.publish(lead)
+        self._residents.hide(lead)
         self._residents.emit(lead.job.router_id, *prompt.scored(chunk.start + 1, scored))
         if not chunk.draws:
             return

@@ -66,6 +66,8 @@ class Sequence:
     """Tokens whose KV this worker computed by prefill."""
     num_newest: int = 1
     """Tokens of the output that came last, in one step."""
+    num_drafted_kv: int = 0
+    """Leading tokens that the draft model is known to have KV of, in the same blocks of its own pool. See DraftKv."""
     key: HandoffId = field(init=False)
     """Its name, that of its job."""
 

@@ -12,6 +12,7 @@ from dataclasses import replace
 
 from grpc.aio import ServicerContext
 
+from decode_worker.draft_driver import DraftDriver, DraftSampler
 from decode_worker.migration_driver import MigrationDriver
 from decode_worker.scheduler import DecodeScheduler
 from decode_worker.sequences import (
@@ -24,6 +25,7 @@ from decode_worker.sequences import (
     SequenceState,
     follows,
 )
+from decode_worker.speculation.draft_planner import DraftOrder
 from kv_transfer import Busy, HandoffReceiver, HandoffSender, Room
 from kv_transfer.prefix_server import PrefixServer
 from kv_transfer.settings import transfer_config
@@ -40,6 +42,7 @@ from pdserve.rpc.v1 import handoff_pb2, prefix_pb2, worker_pb2_grpc
 from pdserve.rpc.v1 import worker_pb2 as pb
 from pdserve.types import GenerationJob, HandoffId, HandoffPurpose, PrefixFetch, Role, RunningStream, WorkerStats
 from pdserve.worker.codec import decode_command_from_proto, decode_events_to_proto
+from pdserve.worker.draft_model import load_decode_model
 from pdserve.worker.drain import DrainWaiter, sane_timeout_s
 from pdserve.worker.engine_thread import Step
 from pdserve.worker.events import (
@@ -86,7 +89,7 @@ class DecodeService(worker_pb2_grpc.DecodeWorkerServicer):
     def __init__(self, config: Config, *, engine_factory: EngineFactory | None = None) -> None:
         """`engine_factory` replaces loading the configured model."""
         self._config = config
-        self._host = WorkerHost(Role.DECODE, config, config.decode, engine_factory=engine_factory)
+        self._host = WorkerHost(Role.DECODE, config, config.decode, engine_factory=engine_factory or load_decode_model)
         self._scheduler: DecodeScheduler
         self._blocks: SequenceBlocks
         self._receiver: HandoffReceiver | None = None
@@ -98,6 +101,8 @@ class DecodeService(worker_pb2_grpc.DecodeWorkerServicer):
         self._edits: dict[HandoffId, SequenceEdits | None] = {}
         """Bias and penalties of each sequence that has been in a step; made from the job and then kept up to date."""
         self._grammars: SequenceGrammars | None = None
+        self._drafts: DraftDriver | None = None
+        """None without a draft model."""
         self._following: Step | None = None
         """The step that the engine computes after the one that runs."""
         self._wake = asyncio.Event()
@@ -115,7 +120,7 @@ class DecodeService(worker_pb2_grpc.DecodeWorkerServicer):
         await host.open(SERVICE_NAMES)
         info, engine = host.info, host.runner.engine
         hasher = BlockHasher(model_fingerprint=info.model_fingerprint, block_size=engine.layout.block_size)
-        self._blocks = SequenceBlocks(engine.num_blocks, hasher, host.prefixes.changes)
+        self._blocks = SequenceBlocks(engine.num_blocks, hasher, host.prefixes.changes, window=engine.layout.window)
         host.prefixes.use(lambda: self._blocks.names)
         host.recorder.use(lambda: self._blocks.num_used)
         self._scheduler = DecodeScheduler(
@@ -135,6 +140,14 @@ class DecodeService(worker_pb2_grpc.DecodeWorkerServicer):
         self._grammars = SequenceGrammars(
             functools.partial(load_model_tokenizer, config), engine.config.vocab_size, on_compiled=self._wake.set
         )
+        if host.draft_engine is not None:
+            self._drafts = DraftDriver(
+                host.draft_engine,
+                host.runner,
+                self._scheduler.use_draft_model(host.draft_engine.config.max_position_embeddings),
+                sampler=self._draft_sampler,
+                on_lost=self._scheduler.lose_draft_model,
+            )
         self._hub = SessionHub(
             SessionCodec(decode=decode_command_from_proto, encode=decode_events_to_proto),
             info=info,
@@ -176,7 +189,13 @@ class DecodeService(worker_pb2_grpc.DecodeWorkerServicer):
         worker_pb2_grpc.add_DecodeWorkerServicer_to_server(self, host.server)
         host.tasks.spawn(self._decode(), "decode-steps")
         receiver = self._receiver
-        await host.serve_metrics(WorkerState(stats=self.stats, transfers=lambda: receiver.stats))
+        state = WorkerState(
+            stats=self.stats,
+            transfers=lambda: receiver.stats,
+            refusals=receiver.strangers,
+            draft_model_tokens=dict if self._drafts is None else self._drafts.counts,
+        )
+        await host.serve_metrics(state)
         await host.announce(self.stats)
 
     async def run(self) -> None:
@@ -437,20 +456,26 @@ class DecodeService(worker_pb2_grpc.DecodeWorkerServicer):
 
     async def _decode(self) -> None:
         """One step after the other, for ever. Raises InternalError when the engine cannot be trusted any more."""
-        runner, scheduler, grammars = self._host.runner, self._scheduler, self._grammars
+        runner, scheduler, grammars, drafts = self._host.runner, self._scheduler, self._grammars, self._drafts
         assert grammars is not None
         step: Step | None = None
         while True:
             if step is None:
+                if drafts is not None:
+                    await drafts.draft(grammars.ready)
                 plan = scheduler.plan_step(time.monotonic(), grammars.ready)
                 if not plan:
                     self._changed()  # a grammar that cannot be compiled has ended its sequences
+                    if drafts is not None and await drafts.catch_up():
+                        continue
                     self._wake.clear()
                     await self._wake.wait()
                     continue
                 if any(chunk.is_prompt for chunk in plan):
                     self._changed()  # its router hears that it has begun
                 step = runner.start(self._batch(plan))
+            if drafts is not None:
+                drafts.begin_catching_up()
             self._following = self._follow(step)
             try:
                 result = await runner.finish(step)
@@ -478,6 +503,8 @@ class DecodeService(worker_pb2_grpc.DecodeWorkerServicer):
                 )
                 step = self._following
             self._changed()
+            if drafts is not None:
+                await drafts.finish_catching_up()
 
     def _follow(self, step: Step) -> Step | None:
         """Ask for the step after `step` while that runs, so that the engine goes on without waiting for this loop."""
@@ -508,18 +535,37 @@ class DecodeService(worker_pb2_grpc.DecodeWorkerServicer):
             # All of its outputs are at the same place: they have the same bias and penalties, and the same grammar.
             edits = SequenceEdits.for_job(job)
         else:
-            if chunk.key not in self._edits:
-                self._edits[chunk.key] = SequenceEdits.for_job(job)
-            edits = self._edits[chunk.key]
-            if edits is not None:
-                for index, token_id in enumerate(chunk.newest, start=output_index - len(chunk.newest)):
-                    edits.observe(index, token_id)
+            edits = self._edits_of(chunk.key, job, output_index, chunk.newest)
             output = (*output, *chunk.newest)
         if chunk.draft:
             masks = self._grammars.allowed_along(job, output_index, output, chunk.draft)
             return SampleRequest.for_draft(job, output_index, chunk.draft, edits, masks)
         allowed = self._grammars.allowed(job, output_index, output)
         return tuple(SampleRequest.for_job(branch, output_index, edits, allowed) for branch in (job, *chunk.forks))
+
+    def _edits_of(
+        self, key: HandoffId, job: GenerationJob, output_index: int, newest: tuple[int, ...]
+    ) -> SequenceEdits | None:
+        """For output token number `output_index`, before which the tokens `newest` have come."""
+        if key not in self._edits:
+            self._edits[key] = SequenceEdits.for_job(job)
+        edits = self._edits[key]
+        if edits is not None:
+            for index, token_id in enumerate(newest, start=output_index - len(newest)):
+                edits.observe(index, token_id)
+        return edits
+
+    def _draft_sampler(self, order: DraftOrder) -> DraftSampler:
+        """How to draw what is drafted."""
+        assert self._grammars is not None
+        job, output_index = order.job, order.output_index
+        output = (*job.token_ids[job.num_prompt_tokens :], *order.newest)
+        return DraftSampler(
+            job,
+            output_index,
+            self._edits_of(order.key, job, output_index, order.newest),
+            self._grammars.while_drafting(job, output_index, output),
+        )
 
 
 def main(config: Config) -> int:

@@ -1,20 +1,22 @@
 """How the chunks of a pair of workers map to the memory of each: what to read at P, where to put it at D.
 
 Between equal sides the payload is the memory itself and nobody copies. Otherwise D converts: it decodes what P encoded
-(`kv_codec.py`) and moves it from P's blocks into its own (`reblock.py`).
+(`kv_codec.py`), moves it from P's blocks into its own (`reblock.py`), and rounds it to its own dtype (`pool_codes.py`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Protocol
 
 import numpy as np
 
 from kv_transfer import kv_codec
-from kv_transfer.kv_codec import Bits, PayloadError
+from kv_transfer.kv_codec import PayloadError
 from kv_transfer.plan import Chunk
-from kv_transfer.reblock import by_token, reblock, same_blocks
+from kv_transfer.pool_codes import Stored, from_values, join, split, to_values
+from kv_transfer.reblock import by_token, group_of, reblock, same_blocks
 from kv_transfer.wire_format import SCALE_NBYTES, WireFormat
 from pdserve.kv_layout import HeadRange, KvBlockStore, KvLayout
 
@@ -76,7 +78,7 @@ class _Io:
 
     def views(self, blocks: Sequence[int], chunk: Chunk) -> list[memoryview] | None:
         """See `ChunkIo`."""
-        if not self._same_blocks or not self._wire.exact:
+        if not self._is_memory:
             return None
         return self._store.views(
             self._own_blocks(blocks, chunk), chunk.layer_begin, chunk.layer_end, self._heads(chunk)
@@ -86,24 +88,42 @@ class _Io:
         """See `ChunkIo`."""
         if payload.nbytes != chunk.nbytes:
             raise PayloadError(f"chunk {chunk.seq}: payload of {payload.nbytes} bytes, the plan says {chunk.nbytes}")
-        if not self._same_blocks or not self._wire.exact:
-            bits = self._decode(chunk, payload)
-            if not self._same_blocks:
-                bits = reblock(bits, self._wire.layout, self._store.layout, chunk.token_begin, chunk.token_end)
-            payload = bits.data.cast("B")
+        if not self._is_memory:
+            payload = join(self._converted(chunk, self._decode(chunk, payload))).data.cast("B")
         ids = self._own_blocks(blocks, chunk)
         self._store.write(ids, chunk.layer_begin, chunk.layer_end, payload, self._heads(chunk))
 
-    def _decode(self, chunk: Chunk, payload: memoryview) -> Bits:
-        """[blocks of the sender, layers, 2, heads, values]"""
+    @property
+    def _is_memory(self) -> bool:
+        """Whether payloads are what lies in the blocks."""
+        return self._same_blocks and self._wire.codec == "none"
+
+    def _converted(self, chunk: Chunk, stored: Stored) -> Stored:
+        """From blocks of the sender to blocks of this side."""
+        source, target = self._wire.layout, self._store.layout
+        tokens = chunk.token_begin, chunk.token_end
+        if self._same_blocks:
+            return stored
+        if source.dtype == target.dtype:
+            scales = stored.scales
+            return Stored(
+                reblock(stored.bits, source, target, *tokens),
+                None if scales is None else reblock(scales, _of_scales(source), _of_scales(target), *tokens),
+            )
+        values = to_values(stored, source)
+        own = reblock(values.reshape(*values.shape[:-2], -1), _by_token(source), _by_token(target), *tokens)
+        return from_values(own.reshape(*own.shape[:-1], target.block_size, target.head_dim), target)
+
+    def _decode(self, chunk: Chunk, payload: memoryview) -> Stored:
+        """What the sender has in its blocks."""
         layout, codec = self._wire.layout, self._wire.codec
         shape = _shape(layout, chunk)
         if codec == "none":
-            return np.frombuffer(payload, kv_codec.bits_type(layout.dtype)).reshape(shape)
+            return split(payload, layout, shape)
         scales_nbytes = int(np.prod(shape[:-1])) * SCALE_NBYTES
         scales = np.frombuffer(payload[:scales_nbytes], "<f4").reshape(shape[:-1])
         codes = np.frombuffer(payload[scales_nbytes:], np.uint8).reshape(shape)
-        return kv_codec.decode(scales, codes, codec, layout.dtype)
+        return Stored(kv_codec.decode(scales, codes, codec, layout.dtype), None)
 
     def _own_blocks(self, blocks: Sequence[int], chunk: Chunk) -> Sequence[int]:
         """Those of `blocks`, all of this side, that the chunk's tokens lie in."""
@@ -125,8 +145,18 @@ def _shape(layout: KvLayout, chunk: Chunk) -> tuple[int, int, int, int, int]:
     )
 
 
+def _by_token(layout: KvLayout) -> KvLayout:
+    """Of values that lie token by token."""
+    return replace(layout, k_order="token,dim", v_order="token,dim")
+
+
+def _of_scales(layout: KvLayout) -> KvLayout:
+    """Of the scales of a pool: one for each token and head."""
+    return replace(_by_token(layout), head_dim=1)
+
+
 def _clear_after(values: kv_codec.Float32, layout: KvLayout, chunk: Chunk) -> None:
     """Zeros behind the last token: what an earlier owner of the block left there must not have a say in the scales."""
     used = chunk.token_end - (chunk.block_end - 1) * layout.block_size
     for part, order in ((0, layout.k_order), (1, layout.v_order)):
-        by_token(values[-1:, :, part], layout.block_size, order)[..., used:, :] = 0.0
+        by_token(values[-1:, :, part], layout.block_size, order, group_of(order))[..., used:, :, :] = 0.0

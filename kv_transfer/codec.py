@@ -30,6 +30,7 @@ from kv_transfer.messages import (
     ToDecode,
     ToPrefill,
 )
+from pdserve.addresses import check_address
 from pdserve.errors import HandoffError, InvalidRequestError
 from pdserve.rpc.codec import job_from_proto, job_to_proto, worker_info_from_proto, worker_info_to_proto
 from pdserve.rpc.v1 import handoff_pb2 as pb
@@ -256,9 +257,10 @@ def prefix_request_to_proto(request: PrefixRequest) -> prefix_pb2.FetchRequest:
 
 
 def prefix_request_from_proto(message: prefix_pb2.FetchRequest) -> PrefixRequest:
-    """Raises InvalidRequestError for a requester that cannot be, or a time-out that is none."""
+    """Raises InvalidRequestError for a requester that cannot be, an address or a time-out that is none."""
     if not 0 < message.timeout_s < float("inf"):
         raise InvalidRequestError(f"timeout_s: must be positive, got {message.timeout_s:g}", field="timeout_s")
+    check_address(message.requester.address, "requester.address")
     return PrefixRequest(
         id=_id_from(message.id),
         requester=worker_info_from_proto(message.requester),

@@ -29,6 +29,7 @@ from kv_transfer.prefill_states import (
 from kv_transfer.prefill_table import start, step
 from kv_transfer.table import Machine
 from pdserve.errors import PdServeError, error_from_code
+from pdserve.kv_window import without
 from pdserve.types import HandoffId, HandoffPurpose
 
 
@@ -72,12 +73,17 @@ class Handoff:
         plan: ChunkPlan,
         timers: PrefillTimers,
         link: HandoffLink,
+        num_tokens: int,
+        hidden: range,
     ) -> None:
+        """`blocks` and `plan` are without the `hidden` ones of the `num_tokens` tokens, see `hidden.py`."""
         self.id = HandoffId(job.request_id, job.attempt)
         self.job = job
         self.blocks = tuple(blocks)
+        self._num_tokens = num_tokens
+        self._hidden = hidden
         self.plan = plan
-        """What is sent: all tokens, until a grant says which of them the decode worker holds already."""
+        """What is sent: what is not hidden, until a grant says which tokens of it the decode worker holds already."""
         self.on_stored: Callable[[], None] | None = None
         """Called whenever the decode worker has confirmed a chunk."""
         self._link = link
@@ -129,8 +135,7 @@ class Handoff:
 
     def reserve_message(self) -> Reserve:
         """The Reserve of this hand-off."""
-        plan = self.state.offer.plan
-        return Reserve(self.id, self.job, plan.num_tokens, plan.plan_hash)
+        return Reserve(self.id, self.job, self._num_tokens, self.state.offer.plan.plan_hash)
 
     async def reserve(self) -> None:
         """Return once the decode worker has granted room.
@@ -154,6 +159,11 @@ class Handoff:
         End the hand-off if that step fails. Should its tokens be computed again, in other company, an engine may round
         differently (the CPU engine does not), and the decode worker must not get layers of the one and of the other.
         """
+        frontier = Frontier(
+            without(self._hidden, frontier.num_tokens),
+            without(self._hidden, frontier.step_tokens),
+            frontier.step_layers,
+        )
         if frontier > self._frontier:
             self._frontier = frontier
             self._link.dispatch(self, Computed(frontier))

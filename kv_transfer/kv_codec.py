@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pdserve.errors import HandoffError
+from pdserve.kv_layout import DTYPE_NBYTES
 
 Lossy = Literal["int8", "fp8"]
 Float32 = npt.NDArray[np.float32]
@@ -35,7 +36,7 @@ class PayloadError(HandoffError):
 
 def bits_type(dtype: str) -> np.dtype[np.unsignedinteger[Any]]:
     """The unsigned integer that a value of a pool of `dtype` is stored as."""
-    return np.dtype("<u4") if dtype == "float32" else np.dtype("<u2")
+    return np.dtype(f"<u{DTYPE_NBYTES[dtype]}")
 
 
 def to_float32(bits: Bits, dtype: str) -> Float32:
@@ -71,13 +72,29 @@ def encode(values: Float32, codec: Lossy) -> tuple[Float32, Codes]:
             f"KV of this prompt is not finite and cannot be sent with codec {codec}: the model overflows"
         )
     scales = largest / np.float32(PEAK[codec])
+    return scales, to_codes(values, scales, codec)
+
+
+def to_codes(values: Float32, scales: Float32, codec: Lossy) -> Codes:
+    """Codes [..., n] of finite values [..., n] under finite scales [...]."""
     # Scales of 0, for values that are 0 or next to it, must not divide.
     divisors = scales.copy()
     divisors[divisors == 0] = 1.0
     peak = np.float32(PEAK[codec])
     scaled = np.clip(values / divisors[..., None], -peak, peak)
-    codes = np.rint(scaled).astype(np.int8).view(np.uint8) if codec == "int8" else _to_fp8(scaled)
-    return scales, codes
+    return np.rint(scaled).astype(np.int8).view(np.uint8) if codec == "int8" else _to_fp8(scaled)
+
+
+def from_codes(codes: Codes, codec: Lossy) -> Float32:
+    """The numbers that codes stand for, without their scale.
+
+    Raises PayloadError for codes that stand for none.
+    """
+    if codec == "int8":
+        return codes.view(np.int8).astype(np.float32)
+    if ((codes & _FP8_NAN) == _FP8_NAN).any():
+        raise PayloadError("a code of eight bits (e4m3) is not a number")
+    return _FP8_VALUES[codes]
 
 
 def decode(scales: Float32, codes: Codes, codec: Lossy, dtype: str) -> Bits:
@@ -90,12 +107,7 @@ def decode(scales: Float32, codes: Codes, codec: Lossy, dtype: str) -> Bits:
     limit = np.float32(_LARGEST[dtype] / PEAK[codec] * 1.001)
     if not ((scales >= 0) & (scales <= limit)).all():
         raise PayloadError(f"a scale of the {codec} payload is negative, not a number or too large for {dtype}")
-    if codec == "int8":
-        values = codes.view(np.int8).astype(np.float32)
-    else:
-        if ((codes & _FP8_NAN) == _FP8_NAN).any():
-            raise PayloadError("a code of the fp8 payload is not a number")
-        values = _FP8_VALUES[codes]
+    values = from_codes(codes, codec)
     with np.errstate(over="ignore"):  # only near the largest float32, and cut to it below
         values *= scales[..., None]
     return from_float32(values, dtype)

@@ -19,8 +19,6 @@ from collections.abc import Iterable
 from itertools import accumulate
 from typing import TypeAlias
 
-import numpy as np
-
 Pieces: TypeAlias = "array[int]"
 PIECES_TYPECODE = "Q"
 
@@ -46,23 +44,53 @@ _prctl.restype = ctypes.c_int
 _prctl.argtypes = (ctypes.c_int, ctypes.c_ulong, ctypes.c_ulong, ctypes.c_ulong, ctypes.c_ulong)
 
 
+class _PyBuffer(ctypes.Structure):
+    """`Py_buffer` of the stable ABI."""
+
+    _fields_ = (
+        ("buf", ctypes.c_void_p),
+        ("obj", ctypes.c_void_p),
+        ("len", ctypes.c_ssize_t),
+        ("itemsize", ctypes.c_ssize_t),
+        ("readonly", ctypes.c_int),
+        ("ndim", ctypes.c_int),
+        ("format", ctypes.c_void_p),
+        ("shape", ctypes.c_void_p),
+        ("strides", ctypes.c_void_p),
+        ("suboffsets", ctypes.c_void_p),
+        ("internal", ctypes.c_void_p),
+    )
+
+
+_PYBUF_SIMPLE = 0
+_get_buffer = ctypes.pythonapi.PyObject_GetBuffer
+_get_buffer.argtypes = (ctypes.py_object, ctypes.c_void_p, ctypes.c_int)
+_release_buffer = ctypes.pythonapi.PyBuffer_Release
+_release_buffer.restype = None
+_release_buffer.argtypes = (ctypes.c_void_p,)
+
+
 def pieces_of(views: Iterable[memoryview]) -> Pieces:
     """Where C-contiguous buffers lie, in order; empty ones are left out.
 
     The addresses hold as long as the caller keeps the views.
     """
     pieces = array(PIECES_TYPECODE)
+    buffer = _PyBuffer()
+    buffer_at = ctypes.addressof(buffer)
     for view in views:
-        if view.nbytes:
-            pieces.extend((_address(view), view.nbytes))
+        nbytes = view.nbytes
+        if not nbytes:
+            continue
+        if view.readonly:
+            # ctypes takes no read-only memory, and numpy needs three times as long to say where it lies.
+            _get_buffer(view, buffer_at, _PYBUF_SIMPLE)
+            pieces.append(buffer.buf)
+            _release_buffer(buffer_at)
+        else:
+            pieces.append(ctypes.addressof(ctypes.c_char.from_buffer(view)))
+        pieces.append(nbytes)
     return pieces
-
-
-def _address(view: memoryview) -> int:
-    if view.readonly:
-        address: int = np.frombuffer(view, dtype=np.uint8).ctypes.data
-        return address
-    return ctypes.addressof(ctypes.c_char.from_buffer(view))  # a third of the time of numpy's
 
 
 def read(pid: int, source: Pieces, destination: Pieces) -> None:

@@ -43,7 +43,7 @@ from kv_transfer.messages import (
 )
 from kv_transfer.reservations import Admission, Origin, Reservations
 from kv_transfer.transports import TRANSPORTS, select
-from kv_transfer.transports.base import ReceivingTransport, TransportContext, TransportKind
+from kv_transfer.transports.base import ReceivingTransport, TransportContext, TransportKind, new_accounts
 from kv_transfer.wire_format import negotiate
 from pdserve.errors import HandoffError, IncompatibleWorkersError, PdServeError, UnavailableError
 from pdserve.kv_layout import KvBlockStore
@@ -115,6 +115,8 @@ class HandoffReceiver:
             fence=self._fence,
         )
         self._origins = self._reservations.origins
+        self.strangers = new_accounts()
+        """Who was not let in by transports that listen for themselves."""
         context = TransportContext(
             incarnation=info.incarnation,
             store=store,
@@ -122,6 +124,7 @@ class HandoffReceiver:
             bind_host=bind_host,
             advertised_host=info.address.rsplit(":", 1)[0] or bind_host,
             device=store.device,
+            strangers=self.strangers,
         )
         landings = self._reservations.landings
         self._kinds = select(info.transports, transports)

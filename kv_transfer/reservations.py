@@ -50,6 +50,7 @@ from kv_transfer.decode_states import (
     Unservable,
 )
 from kv_transfer.decode_table import start, step
+from kv_transfer.hidden import hidden_tokens, sent_blocks
 from kv_transfer.landings import Damaged, Landings
 from kv_transfer.messages import Busy, LinkId, ProbeAck, Reserve, ToPrefill
 from kv_transfer.plan import ChunkPlan
@@ -59,6 +60,7 @@ from kv_transfer.wire import FrameError, decode
 from kv_transfer.wire_format import WireFormat
 from pdserve.errors import DrainingError, IncompatibleWorkersError, InvalidRequestError, PdServeError
 from pdserve.kv_layout import KvBlockStore
+from pdserve.kv_window import without
 from pdserve.types import GenerationJob, HandoffId, HandoffPurpose, RunningStream
 
 logger = logging.getLogger(__name__)
@@ -359,8 +361,11 @@ class Reservations:
             return Unservable("internal", "the decode worker failed to admit it; see its log")
         if isinstance(answer, Busy):
             return NoRoom(answer.retry_after_s)
-        plan = whole_plan.after(answer.num_held_tokens)
-        num_blocks = self._store.layout.num_blocks(message.num_tokens)
+        layout = self._store.layout
+        hidden = hidden_tokens(message.job, layout)
+        num_held_tokens = without(hidden, answer.num_held_tokens)
+        plan = whole_plan.after(num_held_tokens)
+        num_blocks = layout.num_blocks(message.num_tokens)
         assert len(answer.blocks) == num_blocks, f"{num_blocks} blocks needed, got {len(answer.blocks)}"
         if entry.ticket is not None:
             self.landings.remove(entry.ticket.nonce)
@@ -370,7 +375,7 @@ class Reservations:
             nonce=secrets.randbits(63) + 1,
             link=link,
             plan=plan,
-            blocks=answer.blocks,
+            blocks=sent_blocks(answer.blocks, hidden, layout.block_size),
             io=entry.origin.io,
             buffers=self.landings.buffers,
             report=self.landings.report,
@@ -385,7 +390,7 @@ class Reservations:
             entry.ticket.nonce,
             link,
             plan.num_chunks,
-            answer.num_held_tokens,
+            num_held_tokens,
             plan.plan_hash,
             len(branches),
             _num_unknown(message),
@@ -402,7 +407,10 @@ class Reservations:
         assert entry.origin is not None, "a Reserve comes from a link"
         origin = entry.origin
         plan = ChunkPlan.make(
-            message.num_tokens, origin.wire.layout, origin.target_chunk_bytes, tail_tokens=origin.tail_tokens
+            without(hidden_tokens(message.job, self._store.layout), message.num_tokens),
+            origin.wire.layout,
+            origin.target_chunk_bytes,
+            tail_tokens=origin.tail_tokens,
         ).on(origin.wire)
         if plan.plan_hash != message.plan_hash:
             raise IncompatibleWorkersError(

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from kv_transfer.config import TransferConfig
 from kv_transfer.counters import TransportCounters, TransportTotals
 from kv_transfer.handoff import Handoff
+from kv_transfer.hidden import hidden_tokens, sent_blocks
 from kv_transfer.link import PrefillLink
 from kv_transfer.plan import ChunkPlan
 from kv_transfer.prefill_states import PrefillTimers
@@ -17,6 +18,7 @@ from kv_transfer.transports import TRANSPORTS, select
 from kv_transfer.transports.base import TransportContext, TransportKind
 from pdserve.errors import PdServeError, UnavailableError
 from pdserve.kv_layout import KvBlockStore
+from pdserve.kv_window import without
 from pdserve.security.internal import PLAINTEXT, Channels
 from pdserve.types import DecodeTarget, HandoffPurpose
 from pdserve.worker_info import WorkerInfo
@@ -99,15 +101,25 @@ class HandoffSender:
 
     def begin(self, job: HandoffPurpose, target: DecodeTarget, blocks: Sequence[int], num_tokens: int) -> Handoff:
         """A hand-off of the KV of `num_tokens` tokens in `blocks` to `target`. Nothing is sent before its `reserve`.
+        Entries of `blocks` for what is hidden behind the model's window mean nothing.
 
         The caller owns the blocks throughout and frees them as `Handoff` says. Raises UnavailableError while closing.
         """
         if self._closing:
             raise UnavailableError(f"{self._info.role.value} worker {self._info.worker_id} is shutting down")
         layout, config = self._context.store.layout, self._config
-        plan = ChunkPlan.make(num_tokens, layout, config.target_chunk_bytes, tail_tokens=config.tail_tokens)
-        assert len(blocks) == plan.num_blocks, f"{num_tokens} tokens need {plan.num_blocks} blocks, got {len(blocks)}"
-        return Handoff(job=job, blocks=blocks, plan=plan, timers=self._timers, link=self._link(target))
+        num_blocks, hidden = layout.num_blocks(num_tokens), hidden_tokens(job, layout)
+        assert len(blocks) == num_blocks, f"{num_tokens} tokens need {num_blocks} blocks, got {len(blocks)}"
+        num_sent = without(hidden, num_tokens)
+        return Handoff(
+            job=job,
+            blocks=sent_blocks(blocks, hidden, layout.block_size),
+            plan=ChunkPlan.make(num_sent, layout, config.target_chunk_bytes, tail_tokens=config.tail_tokens),
+            timers=self._timers,
+            link=self._link(target),
+            num_tokens=num_tokens,
+            hidden=hidden,
+        )
 
     @property
     def stats(self) -> SenderStats:

@@ -29,6 +29,8 @@ _DTYPE_NAMES = {code: name for name, code in DTYPE_CODES.items()}
 _FIELDS = struct.Struct("<4sHHQIIHHIIIHHIII")
 _HASH = struct.Struct("<Q")
 HEADER_NBYTES = _FIELDS.size + _HASH.size
+DIGEST_AT = _FIELDS.size
+"""Where in the header the checksum is; what comes before is covered by it."""
 
 
 class FrameError(HandoffError):

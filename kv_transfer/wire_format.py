@@ -32,6 +32,8 @@ class WireFormat:
     """Of the sender's blocks."""
     receiver_block_size: int
     """Tokens in a block of the receiver."""
+    receiver_dtype: str
+    """Of the receiver's blocks."""
     head_cuts: tuple[int, ...] = ()
     """Heads at which a chunk ends at the latest: where a shard of either side begins. Ascending, without 0."""
     codec: Codec = "none"
@@ -39,13 +41,18 @@ class WireFormat:
     @classmethod
     def like(cls, layout: KvLayout) -> WireFormat:
         """Between two workers of the same layout, byte by byte."""
-        return cls(layout=layout, receiver_block_size=layout.block_size, head_cuts=layout.head_cuts)
+        return cls(
+            layout=layout,
+            receiver_block_size=layout.block_size,
+            receiver_dtype=layout.dtype,
+            head_cuts=layout.head_cuts,
+        )
 
     @property
     def exact(self) -> bool:
-        """Whether what arrives is what was sent. If not, it must never be taken for the KV of its tokens by others:
-        such blocks are not published as prefix cache."""
-        return self.codec == "none"
+        """Whether what arrives is what was sent, and what the receiver would have computed itself. If not, it must
+        never be taken for the KV of its tokens by others: such blocks are not published as prefix cache."""
+        return self.codec == "none" and self.receiver_dtype == self.layout.dtype
 
     @property
     def element(self) -> str:
@@ -67,7 +74,7 @@ class WireFormat:
     def layer_nbytes(self, num_heads: int) -> int:
         """Payload of `num_heads` heads of one layer of one block of the sender."""
         values = 2 * num_heads * self.layout.block_size * self.layout.head_dim
-        if self.exact:
+        if self.codec == "none":
             return 2 * num_heads * self.layout.head_nbytes
         return values + 2 * num_heads * SCALE_NBYTES
 
@@ -75,16 +82,20 @@ class WireFormat:
 def negotiate(sender: KvLayout, receiver: KvLayout, codec: str) -> WireFormat:
     """The format in which `sender` reaches `receiver` with the codec that the prefill worker has chosen.
 
-    Raises IncompatibleWorkersError naming the field if there is none.
+    Raises IncompatibleWorkersError naming the field if there is none. Whether the receiver can do with a format that is
+    not exact is up to the caller, see `WorkerInfo.incompatibilities`.
     """
-    problems = [f"kv_layout.{problem}" for problem in sender.incompatibilities(receiver)]
+    problems = [f"kv_layout.{problem}" for problem in sender.incompatibilities(receiver, exact=False)]
     if codec not in CODECS:
         problems.append(f"codec {codec!r} is none of {list(CODECS)}")
+    elif codec != "none" and sender.has_scales:
+        problems.append(f"codec {codec!r}: KV of the sender is in eight bits already ({sender.dtype}); use none")
     if problems:
         raise IncompatibleWorkersError("the two workers cannot exchange KV: " + "; ".join(problems))
     return WireFormat(
         layout=sender,
         receiver_block_size=receiver.block_size,
+        receiver_dtype=receiver.dtype,
         head_cuts=tuple(sorted({*sender.head_cuts, *receiver.head_cuts})),
         codec=cast(Codec, codec),
     )

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import re
 import socket
 
-from pdserve.errors import ConfigError
+from pdserve.errors import ConfigError, InvalidRequestError
+
+_ADDRESS = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+):\d{1,5}")
 
 _ANY = {"0.0.0.0": "127.0.0.1", "[::]": "[::1]"}  # noqa: S104 - compared with, not bound to
 
@@ -13,6 +16,17 @@ def dialable(listen: str) -> str:
     """host:port to connect to for a server that listens on `listen`; a wildcard becomes this machine."""
     host, port = listen.rsplit(":", 1)
     return f"{_ANY.get(host, host)}:{port}"
+
+
+def check_address(address: str, field: str) -> str:
+    """`address`, which somebody else has named to be connected to, if it is host:port. To gRPC much else is an address
+    as well: names of resolvers, sockets in the file system.
+
+    Raises InvalidRequestError, naming `field`.
+    """
+    if not _ADDRESS.fullmatch(address):
+        raise InvalidRequestError(f"{field}: must be host:port, got {address[:80]!r}", field=field)
+    return address
 
 
 class Reservation:

@@ -18,6 +18,8 @@ MAX_LOGIT_BIAS: Final = 100.0
 """Of a logit's bias, either way: enough to exclude a token or to draw no other."""
 MAX_LOGPROBS: Final = 20
 """Most likely tokens that can be reported at one place."""
+MAX_DRAFT_TOKENS: Final = 31
+"""Tokens drafted for one sequence in one step, at most."""
 
 
 class Role(enum.StrEnum):
@@ -146,6 +148,8 @@ class GenerationJob:
     """Smaller is served first."""
     traceparent: str = ""
     """Of the router's span for this attempt, see `pdserve.telemetry.context`. Empty: not traced."""
+    max_draft_tokens: int | None = None
+    """Tokens that may be drafted in one step; 0: none. None: as many as the decode worker is configured for."""
 
     @property
     def branches(self) -> tuple[GenerationJob, ...]:

@@ -38,7 +38,10 @@ class WorkerInfo:
 
     @property
     def max_kv_tokens(self) -> int:
-        """Tokens of the longest sequence that fits the model and this worker's KV pool."""
+        """Tokens of the longest sequence that fits the model and this worker's KV pool. Prompts get room for all of
+        their tokens at once, what grows by decoding keeps what its window shows."""
+        if self.role is Role.DECODE:
+            return self.kv_layout.longest_sequence(self.max_model_len, self.num_blocks)
         return min(self.max_model_len, self.num_blocks * self.kv_layout.block_size)
 
     @property
@@ -57,8 +60,15 @@ class WorkerInfo:
         return replace(self, transports=transports, codecs=("none",))
 
     def incompatibilities(self, other: WorkerInfo) -> list[str]:
-        """Why KV of one must not be read by the other, each as "field ours != theirs"; empty if it may."""
-        problems = [f"kv_layout.{problem}" for problem in self.kv_layout.incompatibilities(other.kv_layout)]
+        """Why KV of one must not be read by the other, each as "field ours != theirs"; empty if it may.
+
+        What a prefill worker hands over to a decode worker may be rounded on the way. Prefixes and streams that move on
+        are taken for what their receiver would have computed.
+        """
+        exact = not (self.role is Role.PREFILL and other.role is Role.DECODE)
+        problems = [
+            f"kv_layout.{problem}" for problem in self.kv_layout.incompatibilities(other.kv_layout, exact=exact)
+        ]
         if self.model != other.model:
             problems.append(f"model {self.model!r} != {other.model!r}")
         if self.model_fingerprint != other.model_fingerprint:

@@ -373,6 +373,8 @@ class PrefillScheduler:
             job.compute_s += duration_s * chunk.length / num_tokens
             self._num_computed_tokens += chunk.length
             self._blocks.publish(key, job.num_computed, job.job.token_ids)
+            # A hand-off reads nothing that is hidden at the end of the prompt.
+            self._blocks.hide(key, job.num_computed)
             if job.state is JobState.ENDING:
                 self._settle(job)
                 continue

@@ -126,7 +126,7 @@ class PrefillService(worker_pb2_grpc.PrefillWorkerServicer):
         await host.open(SERVICE_NAMES)
         info, engine = host.info, host.runner.engine
         hasher = BlockHasher(model_fingerprint=info.model_fingerprint, block_size=engine.layout.block_size)
-        self._blocks = SequenceBlocks(engine.num_blocks, hasher, host.prefixes.changes)
+        self._blocks = SequenceBlocks(engine.num_blocks, hasher, host.prefixes.changes, window=engine.layout.window)
         host.prefixes.use(lambda: self._blocks.names)
         host.recorder.use(lambda: self._blocks.num_used)
         self._book = FetchBook(
@@ -169,7 +169,9 @@ class PrefillService(worker_pb2_grpc.PrefillWorkerServicer):
         worker_pb2_grpc.add_PrefillWorkerServicer_to_server(self, host.server)
         host.tasks.spawn(self._compute(), "prefill-steps")
         sender = self._sender
-        await host.serve_metrics(WorkerState(stats=self.stats, transfers=lambda: sender.stats))
+        assert self._receiver is not None, "prefixes can be taken"
+        state = WorkerState(stats=self.stats, transfers=lambda: sender.stats, refusals=self._receiver.strangers)
+        await host.serve_metrics(state)
         await host.announce(self.stats)
 
     async def _open_prefix_exchange(self, info: WorkerInfo, store: KvBlockStore) -> None:

@@ -24,6 +24,7 @@ from router.call_limits import client_of
 from router.core import RouterCore
 from router.generation import Ask, Generation
 from router.index import PrefixLocations
+from router.limits import Caller
 from router.pulse import FIRST_WITHIN_S, Pulse
 from router.reader import Response
 from router.requests import RequestTable
@@ -68,7 +69,8 @@ class InferenceServicer(pb_grpc.InferenceServicer):
         # Not of the request but of this call: who sends the same without gets the same request.
         request.ClearField("heartbeats")
         with self._core.counting_refusals():
-            ask = dataclasses.replace(self._ask(request, self._caller(context)), client_trace=_client_trace(context))
+            ask = self._ask(request, self._caller(context).name)
+            ask = dataclasses.replace(ask, client_trace=_client_trace(context))
             generation = self._core.open(ask, received_at=received_at, client_s=context.time_remaining())
         async for response in self._responses(generation, (), context, heartbeats=heartbeats):
             yield response
@@ -150,8 +152,8 @@ class InferenceServicer(pb_grpc.InferenceServicer):
         text = await core.prompts.decode(ids, skip_special_tokens=request.skip_special_tokens)
         return pb.DetokenizeResponse(text=text)
 
-    def _caller(self, context: grpc.aio.ServicerContext[Any, Any]) -> bytes:
-        return self._core.limiter.name_of(*client_of(context))
+    def _caller(self, context: grpc.aio.ServicerContext[Any, Any]) -> Caller:
+        return self._core.limiter.caller(*client_of(context))
 
     def _ask(self, request: pb.GenerateRequest, tenant: bytes) -> Ask:
         checked = check_request(request, self._core.limits(), self._core.config)

@@ -7,6 +7,7 @@ another one. What a request may try, and without whom, is decided here; that it 
 from __future__ import annotations
 
 import logging
+import math
 import random
 import time
 from collections.abc import Callable
@@ -203,6 +204,8 @@ class Attempts:
     def dispatched(self, attempt: Attempt) -> None:
         """The workers have it."""
         self.dispatched_at = time.monotonic()
+        if self.recovered_from is None:
+            self._services.retry_budget.earned()
         self._services.metrics.dispatched(local=not self._progress.served.prefill_worker)
         self.current = attempt
         self.apply(RequestEvent.DISPATCHED)
@@ -273,6 +276,9 @@ class Attempts:
         if progress.output_complete or progress.attempt_number >= self._max_attempts:
             self._fail(error)
             return
+        wait_s = 0.0 if planned else self._pay_for_another(error)
+        if wait_s is None:
+            return
         if blamed is not None:
             self._placer.exclude(blamed.key)
             if attempt.leads and not planned and blamed.connected and not isinstance(error, OverloadedError):
@@ -287,15 +293,33 @@ class Attempts:
         self._services.metrics.retried(error)
         self.recovered_from = error
         progress.started_output.start_over()
-        self._place_again(num_outputs=attempt.num_outputs, leads=attempt.leads)
+        self._place_again(num_outputs=attempt.num_outputs, leads=attempt.leads, wait_s=wait_s)
 
-    def _place_again(self, *, num_outputs: int, leads: bool) -> None:
-        """At once, or some time after the one of so many outputs of its prompt that leads."""
-        if leads:
+    def _pay_for_another(self, error: PdServeError) -> float | None:
+        """In how many seconds the router can afford another attempt; None, and the request has failed, if not in the
+        time that it may wait for workers."""
+        services = self._services
+        budget, now = services.retry_budget, time.monotonic()
+        wait_s = budget.take(now, services.config.worker_wait_s)
+        if wait_s is None:
+            services.metrics.not_retried(error)
+            affordable_s = budget.available_in_s(now)
+            self._fail(
+                UnavailableError(
+                    f"{error.message}; it is not tried again, as too many requests of this router had to be "
+                    "(router.retry_budget)",
+                    retry_after_s=affordable_s if math.isfinite(affordable_s) else None,
+                )
+            )
+        return wait_s
+
+    def _place_again(self, *, num_outputs: int, leads: bool, wait_s: float = 0.0) -> None:
+        """After `wait_s`, and some time after the one of so many outputs of its prompt that leads."""
+        if leads and not wait_s:
             self.place()
             return
-        spread_s = min(RETRY_SPREAD_S * num_outputs, MAX_RETRY_SPREAD_S)
-        self._timers.set("retry", random.uniform(0.0, spread_s), self.place)  # noqa: S311
+        spread_s = 0.0 if leads else min(RETRY_SPREAD_S * num_outputs, MAX_RETRY_SPREAD_S)
+        self._timers.set("retry", wait_s + random.uniform(0.0, spread_s), self.place)  # noqa: S311
 
     # Migration.
 

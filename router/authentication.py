@@ -41,6 +41,10 @@ class Doorkeeper:
         """The id of a call's key. Raises UnauthenticatedError if it was revoked."""
         return self._keys.authenticate(authorization).id
 
+    def is_operator(self, authorization: str | None) -> bool:
+        """Whether it is the key of an operator. Raises UnauthenticatedError if it was revoked."""
+        return self._keys.authenticate(authorization).operator
+
 
 class KeyInterceptor(grpc.aio.ServerInterceptor):
     """In front of every gRPC method but health, behind the interceptor that maps errors."""

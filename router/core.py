@@ -14,7 +14,7 @@ from pdserve.store.router_lease import RouterLease
 from pdserve.types import Grammar
 from router.generation import Ask, Generation, Inheritance
 from router.grammar import Grammars
-from router.limits import CallLimiter
+from router.limits import Caller, CallLimiter
 from router.prompts import Prompts
 from router.request_services import RequestServices
 from router.requests import RequestTable
@@ -174,7 +174,7 @@ class RouterCore:
         """
         existing = self.table.find(ask.request_id)
         is_same = existing is not None and ask.digest and existing.ask.digest == ask.digest
-        if existing is not None and is_same and self._is_of(existing.ask.tenant, ask.tenant):
+        if existing is not None and is_same and self._owns(ask.tenant, existing.ask.tenant):
             return existing
         limit_s = self.config.default_deadline_s
         deadline = received_at + (limit_s if client_s is None else min(client_s, limit_s))
@@ -182,18 +182,22 @@ class RouterCore:
         generation.start(renamed)
         return generation
 
-    async def find(self, request_id: str, caller: bytes) -> Generation:
+    async def find(self, request_id: str, caller: Caller) -> Generation:
         """A generation of this router that runs, or whose result is kept; one of a router that is gone is taken over.
-        `caller` is who asks, as in Ask: where clients have keys, what is another's is not there.
+        Where clients have keys, what is another's is not there, for operators either: it comes with its output.
 
         Raises InvalidRequestError, NotFoundError, StoreError, or WrongRouterError that names the router that has it."""
         _check_named(request_id)
-        generation = self.table.find(request_id) or await self.takeover.take(request_id)
+
+        def is_callers(tenant: bytes) -> bool:
+            return self._owns(caller.name, tenant)
+
+        generation = self.table.find(request_id) or await self.takeover.take(request_id, is_callers)
         if generation is not None:
-            if not self._is_of(generation.ask.tenant, caller):
+            if not is_callers(generation.ask.tenant):
                 raise _no_such_request(request_id)
             return generation
-        status = await self._recorded(request_id)
+        status = await self._recorded(request_id, is_callers)
         if status is None:
             raise _no_such_request(request_id)
         if status.router_id != self.table.router_id:
@@ -208,36 +212,38 @@ class RouterCore:
             field="request_id",
         )
 
-    def cancel(self, request_id: str, caller: bytes) -> bool:
+    def cancel(self, request_id: str, caller: Caller) -> bool:
         """Stop an active request of this router, given its name or that of one of its outputs. False if there is none
-        of that name. `caller` as in `find`."""
+        of that name that `caller` may know of."""
         active = self.table.running(request_id) or self.table.output(request_id)
-        if active is None or not self._is_of(active.tenant, caller):
+        if active is None or not self.may_know(caller, active.tenant):
             return False
         active.cancel(f"request {request_id} was cancelled")
         return True
 
-    async def status_of(self, request_id: str, caller: bytes) -> RequestStatus:
-        """Of a request that runs or ended recently, or of one of its outputs. `caller` as in `find`; records do not say
-        whose a request was. Raises InvalidRequestError, NotFoundError or StoreError."""
+    async def status_of(self, request_id: str, caller: Caller) -> RequestStatus:
+        """Of a request that runs or ended recently, at whatever router, or of one of its outputs, if `caller` may know
+        of it. Raises InvalidRequestError, NotFoundError or StoreError."""
         _check_named(request_id)
         known = self.table.find(request_id) or self.table.output(request_id)
-        if known is not None and not self._is_of(known.tenant, caller):
+        if known is not None and not self.may_know(caller, known.tenant):
             raise _no_such_request(request_id)
-        status = known.status if known is not None else await self._recorded(request_id)
+        if known is not None:
+            return known.status
+        status = await self._recorded(request_id, lambda tenant: self.may_know(caller, tenant))
         if status is None:
             raise _no_such_request(request_id)
         return status
 
-    def stories_of(self, request_id: str, caller: bytes) -> list[Story]:
-        """Of each output of a request that runs here or has ended here lately, or of one output. `caller` as in `find`.
-        Raises InvalidRequestError or NotFoundError."""
+    def stories_of(self, request_id: str, caller: Caller) -> list[Story]:
+        """Of each output of a request that runs here or has ended here lately, or of one output, if `caller` may know
+        of it. Raises InvalidRequestError or NotFoundError."""
         _check_named(request_id)
         alone = self._story_of(request_id)
         stories = [] if alone is None else [alone]
         while alone is None and (story := self._story_of(output_name(request_id, len(stories)))) is not None:
             stories.append(story)
-        if not stories or not self._is_of(stories[0].tenant, caller):
+        if not stories or not self.may_know(caller, stories[0].tenant):
             raise _no_such_request(request_id)
         return stories
 
@@ -245,16 +251,27 @@ class RouterCore:
         running = self.table.output(name)
         return self.history.find(name) if running is None else running.story
 
-    def _is_of(self, tenant: bytes, caller: bytes) -> bool:
+    def may_know(self, caller: Caller, tenant: bytes) -> bool:
+        """Whether `caller` may know of a request of `tenant` that it is there, and stop it."""
+        return self.may_know_all(caller) or caller.name == tenant
+
+    def may_know_all(self, caller: Caller) -> bool:
+        """Whether `caller` may know of everybody's requests."""
+        return caller.is_operator or not self.limiter.names_are_sure
+
+    def _owns(self, name: bytes, tenant: bytes) -> bool:
         """Without keys a client is known by its address at best, and may come back with another: the name of a request
         is all that it has to know."""
-        return tenant == caller or not self.limiter.names_are_sure
+        return tenant == name or not self.limiter.names_are_sure
 
-    async def _recorded(self, request_id: str) -> RequestStatus | None:
-        """From the records: that of an output, or that of a request with several and those of its outputs."""
+    async def _recorded(self, request_id: str, is_shown: Callable[[bytes], bool]) -> RequestStatus | None:
+        """From the records: that of an output, or that of a request with several and those of its outputs. None if it
+        is of a tenant whose requests are not to be shown."""
         record = await self._records.get(request_id)
-        if record is None or record.num_outputs == 0:
-            return None if record is None else _status_in(record)
+        if record is None or not is_shown(record.tenant):
+            return None
+        if record.num_outputs == 0:
+            return _status_in(record)
         outputs: list[RequestStatus] = []
         for index in range(record.num_outputs):
             output = await self._records.get(output_name(request_id, index))

@@ -324,6 +324,7 @@ class Generation:
             num_outputs=len(requests),
             unique=not self.ask.named_by_client,
             resume=resume,
+            tenant=self.tenant,
         )
         if self.ended:
             return

@@ -41,6 +41,7 @@ def job_of(
         priority=spec.priority,
         grammar=spec.grammar,
         traceparent=traceparent,
+        max_draft_tokens=spec.max_draft_tokens,
     )
 
 

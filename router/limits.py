@@ -6,6 +6,7 @@ import contextlib
 import hashlib
 import secrets
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Final
 
 from pdserve.errors import OverloadedError
@@ -14,6 +15,16 @@ RETRY_AFTER_S: Final = 1.0
 """Nobody knows when one of its calls ends; a second is long for a machine and short for people."""
 
 _BEARER: Final = "bearer "
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """Who asks for a request that there may be."""
+
+    name: bytes
+    """See CallLimiter.name_of; requests are their `tenant`'s, which is such a name."""
+    is_operator: bool = False
+    """Whether it may know of everybody's requests that and where they are, and stop them: not what is in them."""
 
 
 class CallLimiter:
@@ -29,12 +40,15 @@ class CallLimiter:
         max_per_client: int | None,
         own_max: Callable[[str | None], int | None] | None = None,
         own_name: Callable[[str | None], str] | None = None,
+        is_operator: Callable[[str | None], bool] | None = None,
     ) -> None:
         """None: no bound. `own_max` gives the one of a client's own, by its authorization, if it has one. `own_name` is
-        given where clients need keys: the name of a key, by the authorization."""
+        given where clients need keys: the name of a key, by the authorization; `is_operator` tells whether it is one
+        of an operator."""
         self._max = max_per_client
         self._own_max = own_max
         self._own_name = own_name
+        self._is_operator = is_operator
         self._secret = secrets.token_bytes(32)
         self._calls: dict[bytes, int] = {}
         self.num_refused = 0
@@ -82,6 +96,11 @@ class CallLimiter:
             self._calls[key] -= 1
             if not self._calls[key]:
                 del self._calls[key]
+
+    def caller(self, authorization: str | None, peer: str) -> Caller:
+        """Who calls. Arguments and errors as those of `name_of`."""
+        is_operator = self._is_operator is not None and self._is_operator(authorization)
+        return Caller(self.name_of(authorization, peer), is_operator)
 
     def name_of(self, authorization: str | None, peer: str) -> bytes:
         """A client's name: that of its key where clients need keys, which every router knows it by. Else one for as

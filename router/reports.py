@@ -6,7 +6,14 @@ import time
 from collections.abc import Callable
 from typing import Final
 
-from pdserve.errors import InternalError, InvalidRequestError, PdServeError, error_from_code
+from pdserve.errors import (
+    InternalError,
+    InvalidRequestError,
+    PdServeError,
+    StaleAttemptError,
+    WrongRouterError,
+    error_from_code,
+)
 from pdserve.lifecycle import RequestEvent
 from pdserve.types import FinishReason, TokenLogprobs
 from router.attempts import Attempts
@@ -168,6 +175,14 @@ class Reports:
             self._attempts.arrived(None)
             return
         error = error_from_code(event.code, event.message)
+        if isinstance(error, StaleAttemptError):
+            # Of ours this attempt is the newest one. So its client has sent the request to another router as well, at a
+            # time when one of the two had no answer from redis, and that one is ahead.
+            error = WrongRouterError(
+                f"request_id: {self._progress.request_id!r} runs at another router, which has got further with it; ask "
+                "that one",
+                field="request_id",
+            )
         if event.retryable:
             self._attempts.retry_without(error, event.blame)
         elif attempt.num_outputs > 1 and isinstance(error, InvalidRequestError):

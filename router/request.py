@@ -149,6 +149,7 @@ class Request:
             num_prompt_tokens=len(spec.prompt_ids),
             unique=self._unique,
             resume=resume,
+            tenant=self.tenant,
         )
         if not self.ended:
             self._progress.make_output("tokenized")
@@ -172,7 +173,7 @@ class Request:
         progress.spec = spec
         # Log-probabilities are noted nowhere, so with them everything is generated once more.
         scored = spec.num_logprobs is not None or spec.num_prompt_logprobs is not None
-        tokens = () if scored else record.output_token_ids
+        tokens = () if scored or not self._can_be_of(spec, record.output_token_ids) else record.output_token_ids
         self._services.journal.adopt(record, num_kept=len(tokens), resume=resume)
         progress.lifecycle = RequestLifecycle(self.request_id, progress.received_at, attempt=record.attempt)
         self.attempts.allow_more(record.attempt - 1)
@@ -190,6 +191,13 @@ class Request:
         self.use_names(await self.name_prompt())
         if not self.ended:
             self.attempts.place_taken_over(num_outputs=num_outputs, leads=leads)
+
+    def _can_be_of(self, spec: GenerationSpec, tokens: Sequence[int]) -> bool:
+        """Whether a router can have noted these tokens. If not, everything is generated once more."""
+        if len(tokens) <= spec.max_tokens and all(0 <= token < self._services.vocab_size for token in tokens):
+            return True
+        log.warning("the output in the record of %s cannot be right, and is not used", self.request_id)
+        return False
 
     async def _recall(self, tokens: Sequence[int], finish: FinishReason | None) -> None:
         """Take tokens that were given out before; others have their turn in between."""

@@ -12,6 +12,7 @@ from router.admission import Admission
 from router.history import History
 from router.index import PrefixLocations
 from router.metrics import RouterMetrics
+from router.retry_budget import RetryBudget
 from router.worker_pool import WorkerPool
 
 
@@ -22,6 +23,8 @@ class RequestServices:
     router_id: str
     model: str
     """Name of the model that is served."""
+    vocab_size: int
+    """Ids of tokens are below it."""
     config: RouterSection
     pool: WorkerPool
     journal: RequestJournal
@@ -30,5 +33,6 @@ class RequestServices:
     admission: Admission
     metrics: RouterMetrics
     history: History
+    retry_budget: RetryBudget
     tracing: Tracing | None = None
     """None: nothing is traced."""

@@ -14,6 +14,7 @@ from pdserve.config.schema import Config
 from pdserve.errors import ConfigError, StoreError
 from pdserve.logs import configure_logging
 from pdserve.metrics import Exposition
+from pdserve.model.endless import with_window
 from pdserve.model.source import ModelSource, open_model
 from pdserve.rpc.options import public_server_options
 from pdserve.rpc.v1 import inference_pb2_grpc
@@ -53,6 +54,7 @@ from router.placement import LocalLimits
 from router.prompts import Prompts
 from router.request_services import RequestServices
 from router.requests import RequestTable
+from router.retry_budget import RetryBudget
 from router.sessions import open_session
 from router.worker_pool import ModelIdentity, WorkerPool
 
@@ -135,7 +137,9 @@ class RouterService:
         limiter = CallLimiter(config.router.max_requests_per_key)
         if keepers is not None:
             keeper = keepers["grpc"]
-            limiter = CallLimiter(config.router.max_requests_per_key, keeper.max_requests, keeper.name_of)
+            limiter = CallLimiter(
+                config.router.max_requests_per_key, keeper.max_requests, keeper.name_of, keeper.is_operator
+            )
         counting = CallCountingInterceptor()
         endpoint = self._endpoint = GrpcEndpoint(
             config.router.listen,
@@ -204,9 +208,11 @@ class RouterService:
         if tracing is not None:
             self._undo.push_async_callback(asyncio.to_thread, tracing.sink.close)
         history = self._history = History(config.flight.requests, model.name, tracing)
+        retry_budget = RetryBudget(config.router.retry_budget, time.monotonic())
         services = RequestServices(
             router_id=self.router_id,
             model=model.name,
+            vocab_size=model.vocab_size,
             config=config.router,
             pool=pool,
             journal=journal,
@@ -215,6 +221,7 @@ class RouterService:
             admission=admission,
             metrics=metrics,
             history=history,
+            retry_budget=retry_budget,
             tracing=tracing,
         )
         directory = WorkerDirectory(store)
@@ -257,6 +264,7 @@ class RouterService:
                 table=table,
                 admission=admission,
                 limiter=limiter,
+                retry_budget=retry_budget,
                 index=index,
                 refusals=refusals,
                 grpc_calls=counting.counts,
@@ -396,6 +404,8 @@ def _load(path: str) -> tuple[ModelSource, Tokenizer, str]:
 
 
 def _served_model(config: Config, source: ModelSource) -> ServedModel:
+    engine = config.engine
+    source = with_window(source, engine.attention_window, engine.attention_sinks, config.model.max_model_len)
     longest = source.config.max_position_embeddings
     wanted = config.model.max_model_len
     if wanted is not None and wanted > longest:

@@ -83,13 +83,14 @@ class Takeover:
         """`read` reads requests of this kind again, see Source. It raises PdServeError for what it does not accept."""
         self._kinds[kind] = read
 
-    async def take(self, request_id: str) -> Generation | None:
-        """The generation of that name, taken over if its router is gone. None if no router could go on with it.
+    async def take(self, request_id: str, is_callers: Callable[[bytes], bool]) -> Generation | None:
+        """The generation of that name, taken over if its router is gone. None if no router could go on with it, or it
+        is of a tenant whose requests whoever asks may not have: nobody else's request moves, or is told of, then.
 
         Waits until it is known whether its router is gone. Raises StoreError, UnavailableError if the request cannot be
         read here, WrongRouterError that names the router that has it.
         """
-        found = await self._find(request_id)
+        found = await self._find(request_id, lambda left: is_callers(left.tenant))
         if found is None:
             return None
         async with self._lock(request_id):
@@ -113,7 +114,7 @@ class Takeover:
     async def inherit(self, ask: Ask) -> Inheritance | None:
         """What another router has left of the very same request, for a generation that was made because its client has
         sent it again. None if no router could go on with it, or it is another request. Raises as `take` does."""
-        found = await self._find(ask.request_id, ask.digest)
+        found = await self._find(ask.request_id, lambda left: ask.digest == left.digest)
         if found is None:
             return None
         async with self._lock(ask.request_id):
@@ -136,8 +137,8 @@ class Takeover:
             self._metrics.took_over(TakeoverOutcome.REFUSED)
             raise
 
-    async def _find(self, request_id: str, digest: bytes | None = None) -> _Found | None:
-        """What is left of a request whose router is gone; with `digest` only of that very request."""
+    async def _find(self, request_id: str, is_wanted: Callable[[ResumeRecord], bool]) -> _Found | None:
+        """What is left of a request whose router is gone, if it `is_wanted`."""
         record = await self._records.get(request_id)
         data = await self._records.resume_of(request_id) if record is not None else None
         if record is None or data is None:
@@ -148,7 +149,7 @@ class Takeover:
             log.warning("request %s cannot be taken over: %s", request_id, error)
             self._metrics.took_over(TakeoverOutcome.REFUSED)
             return None
-        if digest is not None and digest != left.digest:
+        if not is_wanted(left):
             return None
         if self._table.closed:
             raise stopping()
@@ -164,6 +165,10 @@ class Takeover:
         """And the seconds until its deadline."""
         record, left = found.record, found.left
         name = record.request_id
+        if record.num_outputs != (ask.num_requests if ask.num_requests > 1 else 0):
+            log.warning("request %s cannot be taken over: its record has %d outputs", name, record.num_outputs)
+            self._metrics.took_over(TakeoverOutcome.REFUSED)
+            return None
         specs = await self._specs(ask, left)
         taken = await self._compare_and_set(record)
         while isinstance(taken, RequestRecord) and taken.owner == self._table.router_id:

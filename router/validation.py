@@ -17,6 +17,7 @@ from pdserve.rpc.codec import grammar_from_proto
 from pdserve.rpc.v1 import common_pb2
 from pdserve.rpc.v1 import inference_pb2 as pb
 from pdserve.types import (
+    MAX_DRAFT_TOKENS,
     MAX_LOGIT_BIAS,
     MAX_PENALTY,
     MAX_REPETITION_PENALTY,
@@ -125,6 +126,8 @@ class CheckedRequest:
     """Prefix cache is shared only between requests of equal salt."""
     priority: int = 0
     """Smaller is served first."""
+    max_draft_tokens: int | None = None
+    """Tokens that may be drafted in one step; None: as many as the decode worker is configured for."""
     num_outputs: int = 1
     """Of the prompt; output i is drawn with seed + i."""
     grammar: Grammar | None = None
@@ -150,6 +153,7 @@ class GenerationSpec:
     include_stop_string: bool = False
     cache_salt: str = ""
     priority: int = 0
+    max_draft_tokens: int | None = None
     grammar: Grammar | None = None
 
 
@@ -229,6 +233,7 @@ def check_request(request: pb.GenerateRequest, limits: Limits, config: RouterSec
     if len(request.cache_salt) > MAX_CACHE_SALT:
         problems.add("cache_salt", f"at most {MAX_CACHE_SALT} characters, got {len(request.cache_salt)}")
     problems.range("priority", request.priority, -MAX_PRIORITY, MAX_PRIORITY)
+    problems.range("max_draft_tokens", request.max_draft_tokens, 0, MAX_DRAFT_TOKENS)
     grammar = _check_grammar(request, problems)
     problems.raise_any()
     assert prompt is not None, "a request without input has a problem"
@@ -246,6 +251,7 @@ def check_request(request: pb.GenerateRequest, limits: Limits, config: RouterSec
         include_stop_string=request.include_stop_string,
         cache_salt=request.cache_salt,
         priority=request.priority,
+        max_draft_tokens=request.max_draft_tokens if request.HasField("max_draft_tokens") else None,
         num_outputs=num_outputs,
         grammar=grammar,
     )
@@ -354,6 +360,7 @@ def resolve(
         include_stop_string=request.include_stop_string,
         cache_salt=request.cache_salt,
         priority=request.priority,
+        max_draft_tokens=request.max_draft_tokens,
         grammar=grammar,
     )
 

@@ -108,7 +108,7 @@ class VllmEngine:
 
     async def abort(self, request: vllm.AbortRequest, context: Any) -> vllm.AbortResponse:
         """Harmless for requests that are not there."""
-        caller = self._core.limiter.name_of(*client_of(context))
+        caller = self._core.limiter.caller(*client_of(context))
         for request_id in request.request_ids:
             self._core.cancel(request_id, caller)
         return vllm.AbortResponse()

@@ -54,6 +54,8 @@ class Report:
     figures: list[Figure] = field(default_factory=list)
     samples: dict[str, Any] = field(default_factory=dict)
     """Raw measurements, by part of the benchmark."""
+    made_on: dict[str, Any] = field(default_factory=lambda: machine())
+    """Asked once: what is printed and what is kept are the same object."""
 
     def add(self, name: str, value: float | None, unit: str, *, bar: str | None = None, note: str = "") -> None:
         """Append a figure."""
@@ -65,7 +67,7 @@ class Report:
             "figures": [figure.as_json() for figure in self.figures],
             "benchmark": self.benchmark,
             "settings": self.settings,
-            "machine": machine(),
+            "machine": self.made_on,
             "samples": self.samples,
         }
 

@@ -1,8 +1,9 @@
-"""Two servers that differ in `decode.speculation.method` alone, and answers of both."""
+"""Servers that differ in `decode.speculation` alone, and answers of all."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,9 +14,14 @@ from pdserve.client import Client
 from pdserve.config import load_config
 from pdserve.launch.cluster import LocalCluster
 
+Variants = Mapping[str, Mapping[str, object]]
+"""Settings of `decode.speculation`, by name of the server."""
+
 MODEL = "smollm2-135m-instruct"
 PROMPTS = Path(__file__).parents[1] / "data" / "prompts" / "speculation.jsonl"
 METHODS = ("off", "auto")
+LOOK_UP: Variants = {method: {"method": method} for method in METHODS}
+"""Without drafts, and with those that are looked up."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,29 +57,30 @@ def read_prompts() -> list[Prompt]:
 
 
 class Servers:
-    """A router and one decode worker, which also computes the prompts, for each method. One server works at a time."""
+    """A router and one decode worker, which also computes the prompts, for each variant. One server works at a time."""
 
-    def __init__(self, *, threads: int) -> None:
+    def __init__(self, *, threads: int, variants: Variants = LOOK_UP) -> None:
         """`threads` of each engine."""
         self._threads = threads
+        self._variants = variants
         self._clients: dict[str, Client] = {}
         self._exits = ExitStack()
 
     def __enter__(self) -> Self:
         with ExitStack() as exits:
-            for method in METHODS:
+            for name, speculation in self._variants.items():
                 overrides = {
                     "model.path": MODEL,
-                    "cluster": f"speculation-{method}",
+                    "cluster": f"speculation-{name}",
                     "engine.kind": "cpu",
                     "engine.threads": self._threads,
                     "kv.num_blocks": 256,
                     "local.prefill_workers": 0,
                     "router.listen": "127.0.0.1:0",
-                    "decode.speculation.method": method,
+                    **{f"decode.speculation.{key}": value for key, value in speculation.items()},
                 }
                 cluster = exits.enter_context(LocalCluster(load_config(environ={}, overrides=overrides)))
-                self._clients[method] = exits.enter_context(Client(cluster.address))
+                self._clients[name] = exits.enter_context(Client(cluster.address))
             self._exits = exits.pop_all()
         return self
 
@@ -82,9 +89,9 @@ class Servers:
     ) -> None:
         self._exits.close()
 
-    def ask(self, method: str, prompt: Prompt, num_tokens: int, *, temperature: float = 0.0) -> Answer:
-        """Answer `prompt`, alone, with as many tokens as it takes, at most `num_tokens`."""
-        answer = self._clients[method].generate(
+    def ask(self, name: str, prompt: Prompt, num_tokens: int, *, temperature: float = 0.0) -> Answer:
+        """Let the server of this name answer `prompt`, alone, with as many tokens as it takes, at most `num_tokens`."""
+        answer = self._clients[name].generate(
             messages=[{"role": "user", "content": prompt.text}],
             max_tokens=num_tokens,
             temperature=temperature,

@@ -15,6 +15,7 @@ from kv_transfer.plan import ChunkPlan
 from kv_transfer.wire import Frame
 from kv_transfer.wire_format import WireFormat
 from pdserve.engine.host_store import HostBlockStore
+from pdserve.engine.shared_pool import allocate_pool
 from pdserve.kv_layout import KvLayout
 
 LAYOUT = KvLayout(dtype="float16", block_size=16, num_layers=30, num_kv_heads=3, head_dim=64)
@@ -29,16 +30,20 @@ LINK = LinkId("prefill", 1)
 
 
 class Pool:
-    """A pool of which each slot, a request, has blocks that lie anywhere."""
+    """A pool in memory like a worker's, of which each slot, a request, has blocks that lie anywhere."""
 
     def __init__(self, num_blocks: int) -> None:
         random = np.random.default_rng(0)
         self._order: list[int] = random.permutation(num_blocks).tolist()
+        shape = (num_blocks, LAYOUT.num_layers, LAYOUT.layer_nbytes // 4)
+        memory = allocate_pool(num_blocks * LAYOUT.block_nbytes)
+        words: npt.NDArray[np.int32] = memory.data.view(np.int32).reshape(shape)
         # Written, so that every page is there before anything is timed.
-        words: npt.NDArray[np.int32] = random.integers(
-            -(2**31), 2**31, (num_blocks, LAYOUT.num_layers, LAYOUT.layer_nbytes // 4), dtype=np.int32
-        )
-        self.blocks: npt.NDArray[np.int32] = words
+        words[...] = random.integers(-(2**31), 2**31, shape, dtype=np.int32)
+        # In huge pages where the kernel has them, as a worker's pool is some seconds after it has come into use.
+        for shared in memory.shared:
+            shared.collapse()
+        self.blocks = words
         self.store = HostBlockStore(LAYOUT, words)
 
     def slot(self, number: int, num_tokens: int = NUM_TOKENS) -> tuple[int, ...]:

@@ -33,15 +33,15 @@ FOREIGN_LIMIT = 0.2
 
 
 class Servers:
-    """A cluster that is not watched and one that is: traced to a collector, with a flight recorder. One works at a
-    time; the other one only sends heartbeats."""
+    """A cluster that is not watched and, if traces are measured, one that is: traced to a collector, with a flight
+    recorder. One works at a time; the other one only sends heartbeats."""
 
-    def __init__(self, exits: ExitStack) -> None:
+    def __init__(self, exits: ExitStack, *, tracing: bool) -> None:
         self.receiver = exits.enter_context(receiving())
-        self._clusters = {
-            "plain": self._start(exits, "plain", {"flight.requests": 0, "flight.steps": 0}),
-            "tracing": self._start(exits, "tracing", {"tracing.endpoint": f"http://{self.receiver.address}"}),
-        }
+        self._clusters = {"plain": self._start(exits, "plain", {"flight.requests": 0, "flight.steps": 0})}
+        if tracing:
+            endpoint = f"http://{self.receiver.address}"
+            self._clusters["tracing"] = self._start(exits, "tracing", {"tracing.endpoint": endpoint})
         self._clients = {name: exits.enter_context(Client(cluster.address)) for name, cluster in self._clusters.items()}
         self._threads = exits.enter_context(ThreadPoolExecutor(STREAMS))
 
@@ -53,6 +53,11 @@ class Servers:
             "decode.speculation.method": "off", **settings,
         }  # fmt: skip
         return exits.enter_context(LocalCluster(load_config(environ={}, overrides=overrides)))
+
+    def warm_up(self) -> None:
+        """What the first requests of a process have to wait for is over."""
+        for name in self._clusters:
+            self.throughput(name)
 
     def throughput(self, name: str) -> float:
         """Output tokens a second of so many streams at once."""
@@ -97,9 +102,7 @@ class Benchmark:
 
     def run(self, parts: Sequence[str]) -> None:
         """Run `parts` of PARTS."""
-        for name in ("plain", "tracing"):
-            # What the first requests of a process have to wait for is over.
-            self._servers.throughput(name)
+        self._servers.warm_up()
         for part in parts:
             with self._foreign.watch():
                 self._compare(part)
@@ -150,7 +153,7 @@ def main() -> int:
         }  # fmt: skip
         report = Report(benchmark="observability", settings=settings)
         with ExitStack() as exits:
-            Benchmark(report, Servers(exits), quick=options.quick).run(options.only)
+            Benchmark(report, Servers(exits, tracing="tracing" in options.only), quick=options.quick).run(options.only)
     if options.out is not None:
         report.write(options.out)
     report.print(as_json=options.json)

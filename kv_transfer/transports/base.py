@@ -9,10 +9,10 @@ transport: for each frame it asks the `Sink` where the payload goes (a `Landing`
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, field
+from typing import Final, Protocol
 
 import grpc
 
@@ -21,6 +21,7 @@ from kv_transfer.messages import Endpoint, LinkId
 from kv_transfer.wire import ChunkHeader, Frame
 from pdserve.kv_layout import KvBlockStore
 from pdserve.security.internal import PLAINTEXT, Channels
+from pdserve.security.refusals import TRANSPORT_REASONS, Refusals
 from pdserve.types import DecodeTarget
 
 __all__ = [
@@ -139,6 +140,15 @@ class ReceivingTransport(Protocol):
 # Registration ---------------------------------------------------------------------------------------------------------
 
 
+WITH_LISTENERS: Final = ("local", "tcp")
+"""Transports that listen for themselves and know who may come."""
+
+
+def new_accounts() -> Mapping[str, Refusals]:
+    """Of strangers, for a worker that takes KV."""
+    return {name: Refusals(f"the KV transport {name}", TRANSPORT_REASONS) for name in WITH_LISTENERS}
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransportContext:
     """What a worker knows of itself, for its transports."""
@@ -154,6 +164,8 @@ class TransportContext:
     """How to connect to other workers."""
     device: str = "cpu"
     """Where the pool of KV blocks is, as torch names it: "cpu", "cuda:0"."""
+    strangers: Mapping[str, Refusals] = field(default_factory=new_accounts)
+    """Of whoever connects to a listener of a transport and may not, by the transport's name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

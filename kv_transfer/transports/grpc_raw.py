@@ -2,6 +2,7 @@
 
 Identity serializers save a copy and about half of the CPU time that `bytes` fields cost. The stream has its own
 channel: on the control stream's connection, chunks would hold up acknowledgements. Metadata of the call names the link.
+On both sides a thread copies and hashes one frame while gRPC is busy with another one.
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ from collections.abc import AsyncIterator, Callable
 
 import grpc
 
+from kv_transfer.allocator import keep_freed_memory
+from kv_transfer.copy_kernel import copy_kernel
 from kv_transfer.messages import LinkId
 from kv_transfer.transports.base import (
     Endpoint,
@@ -21,6 +24,7 @@ from kv_transfer.transports.base import (
     TransportKind,
     plain_offer,
 )
+from kv_transfer.transports.grpc_placer import Placer
 from kv_transfer.wire import Frame
 from pdserve.security.identity import ANY_WORKER
 from pdserve.security.internal import PLAINTEXT, Channels
@@ -43,32 +47,45 @@ class GrpcSender:
         self._call: grpc.aio.StreamUnaryCall[bytes, bytes] | None = None
         self._copying: asyncio.Future[bytes] | None = None
         """The copy of the frame that is being posted, which another thread makes."""
+        self._writing: asyncio.Task[str | None] | None = None
+        """Hands the frame before to gRPC; ends with what went wrong."""
         self._fenced = False
 
     async def connect(self) -> None:
         """Reach the port. The caller's deadline is the limit: gRPC itself tries for ever."""
+        keep_freed_memory()
         self._channel = self._channels.open(self._address, ANY_WORKER)
         await self._channel.channel_ready()
 
     async def post(self, frame: Frame, source_free: Callable[[], None]) -> None:
-        """Copy the frame once, and return when HTTP/2 flow control has taken it."""
+        """Copy the frame once, and return when HTTP/2 flow control has taken the one before.
+
+        What goes wrong with it after that is for the next post to say.
+        """
         copying = self._copying = asyncio.get_running_loop().run_in_executor(None, frame.join)
         copying.add_done_callback(lambda _: source_free())
         data = await asyncio.shield(copying)
+        failure = None if self._writing is None else await asyncio.shield(self._writing)
+        if failure is not None:
+            raise PostError(failure)
         if self._fenced or self._channel is None:
             raise PostError(f"link {self._link} is closed")
         if self._call is None:
             self._call = self._open(self._channel)
+        self._writing = asyncio.create_task(self._write(self._call, data))
+
+    async def _write(self, call: grpc.aio.StreamUnaryCall[bytes, bytes], data: bytes) -> str | None:
         try:
-            await self._call.write(data)
+            await call.write(data)
         except (grpc.aio.AioRpcError, asyncio.InvalidStateError) as error:
-            raise PostError(f"the KvData stream to {self._address} broke: {grpc_reason(error)}") from error
-        except asyncio.CancelledError as error:
+            return f"the KvData stream to {self._address} broke: {grpc_reason(error)}"
+        except asyncio.CancelledError:
             task = asyncio.current_task()
             if task is None or task.cancelling():
                 raise
             # grpc reports a call that the other side cancelled by a CancelledError that nobody asked for.
-            raise PostError(f"the KvData stream to {self._address} was cancelled by the decode worker") from error
+            return f"the KvData stream to {self._address} was cancelled by the decode worker"
+        return None
 
     def _open(self, channel: grpc.aio.Channel) -> grpc.aio.StreamUnaryCall[bytes, bytes]:
         push: grpc.aio.StreamUnaryMultiCallable[bytes, bytes] = channel.stream_unary(PUSH)
@@ -81,6 +98,10 @@ class GrpcSender:
     async def fence(self) -> None:
         """Cancel the call, close the channel and wait for a copy that is under way."""
         self._fenced = True
+        if self._writing is not None:
+            self._writing.cancel()
+            await asyncio.wait((self._writing,))
+            self._writing = None
         if self._call is not None:
             self._call.cancel()
             self._call = None
@@ -95,8 +116,8 @@ class GrpcReceiver:
     """Decode side: the Push method, which passes on frames of open links."""
 
     def __init__(self, context: TransportContext, sink: Sink) -> None:
-        self._sink = sink
         self._open: set[LinkId] = set()
+        self._placer = Placer(sink, self._open)
 
     def register(self, server: grpc.aio.Server) -> None:
         """Add the KvData service."""
@@ -104,11 +125,14 @@ class GrpcReceiver:
         server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, {"Push": handler}),))
 
     async def start(self) -> None:
-        """The worker's server does everything."""
+        """Compile what copies; the worker's server does everything else."""
+        keep_freed_memory()
+        await asyncio.to_thread(copy_kernel)
 
     async def aclose(self) -> None:
-        """Refuse every link."""
+        """Refuse every link, and end the thread."""
         self._open.clear()
+        await self._placer.aclose()
 
     def open(self, link: LinkId, offer: Endpoint) -> Endpoint | None:
         """Accept frames of this link, at the worker's own address."""
@@ -123,10 +147,11 @@ class GrpcReceiver:
         link = _link_of(context)
         if link is None:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, f"{PUSH}: metadata does not name a KV link")
+        stream = self._placer.stream(link)
         async for frame in frames:
             if link not in self._open:
                 await context.abort(grpc.StatusCode.FAILED_PRECONDITION, f"{PUSH}: link {link} is not open")
-            self._sink.deliver(link, frame)
+            await stream.put(frame)
         return b""
 
 

@@ -32,7 +32,7 @@ def _sending(context: TransportContext, endpoint: Endpoint, target: DecodeTarget
 
 
 def _receiving(context: TransportContext, sink: Sink) -> ReceivingTransport:
-    return LocalReceiver(context.incarnation, sink)
+    return LocalReceiver(context.incarnation, sink, context.strangers[NAME])
 
 
 LOCAL = TransportKind(name=NAME, one_sided=False, offer=_offer, sending=_sending, receiving=_receiving)

@@ -1,7 +1,8 @@
 """The decode side of one `local` connection: greeting, then offers to pull or frames to take from the socket.
 
-Lives in the thread of its mover. A chunk is read straight into its destination blocks and its checksum is taken from
-there, while the bytes are in the cache.
+Lives in the thread of its mover. A chunk is copied straight into its destination blocks, out of shared memory that the
+other process has passed a descriptor of or else by the kernel, and its checksum is taken from there, while the bytes
+are in the cache. Memory that cannot be mapped is no error: the kernel reads it.
 
 The process to read is the one that connected, by the kernel's word. If it dies and its pid is given to another one of
 the same user before the end of the connection is seen, that one is read instead: not the bytes that were offered, so
@@ -16,10 +17,12 @@ import os
 import socket
 import time
 from array import array
+from collections import deque
 from typing import Protocol
 
 from kv_transfer import process_memory
 from kv_transfer.messages import LinkId
+from kv_transfer.peer_memory import MAX_REGIONS, PeerMemory
 from kv_transfer.process_memory import PIECES_TYPECODE, Pieces
 from kv_transfer.transports.base import Sink
 from kv_transfer.transports.local_stream import FrameStream
@@ -33,12 +36,15 @@ from kv_transfer.transports.local_wire import (
     Verdict,
     pack_reply,
     split_offer,
+    split_share,
 )
-from kv_transfer.wire import digest_of
+from kv_transfer.wire import DIGEST_AT
 
 logger = logging.getLogger(__name__)
 
 _RECEIVE_NBYTES = 1 << 16
+_ANCILLARY_NBYTES = socket.CMSG_SPACE(array("i").itemsize)
+"""Of one descriptor at a time."""
 _MAX_GREETINGS = 3
 """To read, to read after consent was given, to stream."""
 
@@ -65,6 +71,9 @@ class LocalConnection:
         self._pid = pid
         self._links = links
         self._sink = sink
+        self._memory = PeerMemory(pid)
+        self._descriptors: deque[int] = deque()
+        """Passed with shares that have not been taken yet."""
         self._num_greetings = 0
         self._received = bytearray()
         self._stream: FrameStream | None = None
@@ -79,19 +88,25 @@ class LocalConnection:
         if self._stream is not None:
             self._stream.on_readable()
             return
-        data = self._socket.recv(_RECEIVE_NBYTES)
-        if not data:
-            raise EOFError
-        self._received += data
         if self.link is None:
+            self._take(self._socket.recv(_RECEIVE_NBYTES))
             self._greet()
         else:
+            self._take(self._receive_records())
             self._take_offers(self.link)
 
     def on_closed(self, reason: str) -> None:
-        """Give up a frame that is being streamed."""
+        """Unmap what is mapped, and give up a frame that is being streamed."""
+        self._memory.close()
+        while self._descriptors:
+            os.close(self._descriptors.popleft())
         if self._stream is not None:
             self._stream.on_closed(reason)
+
+    def _take(self, data: bytes) -> None:
+        if not data:
+            raise EOFError
+        self._received += data
 
     # Greeting ---------------------------------------------------------------------------------------------------------
 
@@ -137,15 +152,39 @@ class LocalConnection:
 
     # Offers -----------------------------------------------------------------------------------------------------------
 
+    def _receive_records(self) -> bytes:
+        data, ancillary, _, _ = self._socket.recvmsg(_RECEIVE_NBYTES, _ANCILLARY_NBYTES, socket.MSG_CMSG_CLOEXEC)
+        for level, kind, content in ancillary:
+            if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+                descriptors = array("i")
+                descriptors.frombytes(content[: len(content) // descriptors.itemsize * descriptors.itemsize])
+                self._descriptors.extend(descriptors)
+        if len(self._descriptors) > MAX_REGIONS:
+            raise ProtocolError(f"process {self._pid} passes descriptors without saying what for")
+        return data
+
     def _take_offers(self, link: LinkId) -> None:
         num_read = 0
-        while (offer := split_offer(self._received)) is not None:
-            if not self._links.is_open(link):
-                raise EOFError
-            self._pull(link, *offer)
-            num_read += 1
+        while True:
+            if (address := split_share(self._received)) is not None:
+                self._map(address)
+            elif (offer := split_offer(self._received)) is not None:
+                if not self._links.is_open(link):
+                    raise EOFError
+                self._pull(link, *offer)
+                num_read += 1
+            else:
+                break
         if num_read:
             self._answer(ANSWER * num_read)
+
+    def _map(self, address: int) -> None:
+        if not self._descriptors or self._memory.num_regions == MAX_REGIONS:
+            raise ProtocolError(f"process {self._pid} shares memory without a descriptor, or in too many pieces")
+        try:
+            self._memory.map(address, self._descriptors.popleft())
+        except OSError as error:
+            logger.warning("cannot map the KV pool of process %d, so the kernel reads it: %s", self._pid, error)
 
     def _pull(self, link: LinkId, header: bytes, source: Pieces) -> None:
         """Read one payload into its place."""
@@ -159,10 +198,7 @@ class LocalConnection:
                 raise ProtocolError(f"offered {nbytes} bytes for a chunk of {landing.header.payload_nbytes}")
             with landing.writing() as views:
                 if views is not None:
-                    process_memory.read(self._pid, source, process_memory.pieces_of(views))
-                    digest = digest_of(header)
-                    for view in views:
-                        digest.update(view)
+                    digest = self._memory.copy(header[:DIGEST_AT], source, views)
         except Exception as error:
             # Whatever it was, nobody else will complete this chunk.
             landing.fail(str(error))
@@ -172,4 +208,4 @@ class LocalConnection:
         elif not self._links.is_open(link):
             landing.fail("the transport has been fenced")
         else:
-            landing.finish(digest.intdigest())
+            landing.finish(digest)

@@ -17,6 +17,7 @@ from functools import partial
 from kv_transfer.transports.local_connection import LocalConnection
 from kv_transfer.transports.local_wire import ProtocolError
 from kv_transfer.wire import FrameError
+from pdserve.security.refusals import Refusal, Refusals
 
 logger = logging.getLogger(__name__)
 
@@ -24,7 +25,9 @@ logger = logging.getLogger(__name__)
 class Mover:
     """The thread, from `start` to `stop`. Other methods may be called from any thread."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, strangers: Refusals) -> None:
+        """`strangers` is the account of connections that were never accepted."""
+        self._strangers = strangers
         self._connections: set[LocalConnection] = set()
         self._selector = selectors.DefaultSelector()
         self._commands: deque[Callable[[], None]] = deque()
@@ -99,7 +102,8 @@ class Mover:
         except EOFError:
             self._close(connection, "the other end has closed the connection")
         except (OSError, FrameError, ProtocolError) as error:
-            logger.warning("closing a local KV connection: %s", error)
+            if connection.link is not None:
+                logger.warning("closing a local KV connection: %s", error)
             self._close(connection, str(error))
         except Exception:
             self._close(connection, "internal error; see the log of this worker")
@@ -110,3 +114,5 @@ class Mover:
         self._selector.unregister(connection.socket)
         connection.socket.close()
         connection.on_closed(reason)
+        if connection.link is None:
+            self._strangers.note(Refusal.TOKEN, "this host", reason)

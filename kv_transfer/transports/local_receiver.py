@@ -21,17 +21,20 @@ from hashlib import blake2b
 import grpc
 
 from kv_transfer import process_memory
+from kv_transfer.copy_kernel import copy_kernel
 from kv_transfer.messages import LinkId
-from kv_transfer.transports.base import Endpoint, Sink
+from kv_transfer.transports.base import Endpoint, Sink, new_accounts
 from kv_transfer.transports.local_connection import LocalConnection
 from kv_transfer.transports.local_mover import Mover
 from kv_transfer.transports.local_wire import (
+    MAPS,
     NAME,
     STREAM_ONLY,
     TOKEN_NBYTES,
     peer_of,
     where_am_i,
 )
+from pdserve.security.refusals import Refusal, Refusals
 
 logger = logging.getLogger(__name__)
 
@@ -78,8 +81,10 @@ class _Links:
 class LocalReceiver:
     """See the module and `ReceivingTransport`."""
 
-    def __init__(self, incarnation: str, sink: Sink) -> None:
+    def __init__(self, incarnation: str, sink: Sink, strangers: Refusals | None = None) -> None:
+        """`strangers` is the account of those that may not send; without one it is kept all the same."""
         self._sink = sink
+        self._strangers = strangers or new_accounts()[NAME]
         # Names of sockets are at most 107 bytes long.
         self._name = f"\0pdserve-kv-{incarnation[:40]}-{secrets.token_hex(8)}"
         self._where: dict[str, str] = {}
@@ -107,8 +112,9 @@ class LocalReceiver:
         if refused:
             self._stream_only = True
             logger.warning("KV of local peers comes through a socket: process_vm_readv gives %s", os.strerror(refused))
+        await asyncio.to_thread(copy_kernel)  # now, and not with the first chunk
         self._listener = listener
-        self._mover = Mover("kv-local-mover")
+        self._mover = Mover("kv-local-mover", self._strangers)
         self._mover.start()
         asyncio.get_running_loop().add_reader(listener, self._accept)
 
@@ -130,7 +136,7 @@ class LocalReceiver:
         """Accept connections for this link; None if the prefill worker is on another host or another user's."""
         if self._listener is None or not self._where or dict(offer.attributes) != self._where:
             return None
-        attributes = {"socket": self._name.removeprefix("\0"), "token": self._links.add(link)}
+        attributes = {"socket": self._name.removeprefix("\0"), "token": self._links.add(link), MAPS: "1"}
         if self._stream_only:
             attributes["mode"] = STREAM_ONLY
         return Endpoint(NAME, attributes)
@@ -158,7 +164,7 @@ class LocalReceiver:
         connection.setblocking(False)
         pid, uid = peer_of(connection)
         if uid != os.geteuid():
-            logger.warning("refused a local KV connection of process %d: it belongs to user %d", pid, uid)
+            self._strangers.note(Refusal.TOKEN, f"process {pid}", f"it belongs to user {uid}")
             connection.close()
             return
         self._mover.drop(_late, "it did not greet in time")

@@ -4,6 +4,8 @@
     post ──frame──▶ queue ──────────▶ checksum, addresses ──offer──────▶ read, check
     source_free ◀──────────────────────────────────────────── answer ◀── done
 
+Memory that can be shared, as KV pools can, is passed to the decode worker with the first offer out of it, to be mapped.
+
 The thread exists because reading a pool and taking checksums may last milliseconds. `post` does not wait for it: the
 checksum of one chunk is taken while the next is being posted and the one before is being read. All that is in flight is
 given back when the transport ends, however it ends: by `fence`, because the decode worker has closed the connection, or
@@ -20,18 +22,22 @@ import asyncio
 import contextlib
 import itertools
 import logging
+import os
 import queue
 import socket
 import threading
+import weakref
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+from kv_transfer.peer_memory import MAX_REGIONS
 from kv_transfer.process_memory import IOV_MAX, pieces_of
 from kv_transfer.transports.base import PostError
 from kv_transfer.transports.local_greeting import Greeter
-from kv_transfer.transports.local_wire import ANSWER, MAX_PIECES, Mode, ProtocolError, pack_offer
+from kv_transfer.transports.local_wire import ANSWER, MAPS, MAX_PIECES, Mode, ProtocolError, pack_offer, pack_share
 from kv_transfer.wire import Frame
+from pdserve.shared_memory import SharedMemory
 
 logger = logging.getLogger(__name__)
 
@@ -54,6 +60,10 @@ class LocalSender:
         """`attributes` are those of the decode worker's endpoint, `peer` names it in messages."""
         self._greeter = Greeter(attributes, peer)
         self._peer = peer
+        self._peer_maps = attributes.get(MAPS) == "1"
+        self._shared: weakref.WeakSet[SharedMemory] = weakref.WeakSet()
+        """What the decode worker has a descriptor of. Belongs to the thread."""
+        self._num_shared = 0
         self._socket: socket.socket | None = None
         """Blocking, for the thread; the event loop takes answers with MSG_DONTWAIT."""
         self._posts: queue.SimpleQueue[_Post | None] = queue.SimpleQueue()
@@ -175,8 +185,28 @@ class LocalSender:
         pieces = pieces_of(post.frame.payload)
         if len(pieces) > 2 * MAX_PIECES:
             raise ProtocolError(f"a chunk of {len(pieces) // 2} pieces of memory; at most {MAX_PIECES} can be offered")
+        if pieces and self._peer_maps:
+            self._share(connection, pieces[0])
+        header = post.frame.header
         self._offered.append(post)
-        connection.sendall(pack_offer(post.frame.header, pieces))
+        connection.sendall(pack_offer(header, pieces))
+
+    def _share(self, connection: socket.socket, address: int) -> None:
+        """Let the decode worker map the memory around `address`, if it can be shared and has not been."""
+        memory = SharedMemory.holding(address)
+        if memory is None or memory in self._shared or self._num_shared == MAX_REGIONS:
+            return
+        self._shared.add(memory)
+        self._num_shared += 1
+        try:
+            descriptor = memory.descriptor()
+        except OSError as error:
+            logger.warning("%s has to read this worker's KV pool through the kernel: %s", self._peer, error)
+            return
+        try:
+            socket.send_fds(connection, [pack_share(memory.address)], [descriptor])
+        finally:
+            os.close(descriptor)
 
 
 def _stream(connection: socket.socket, frame: Frame) -> None:

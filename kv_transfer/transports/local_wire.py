@@ -1,10 +1,12 @@
 """What the two ends of a `local` connection say to each other over their Unix socket.
 
 The prefill worker connects and greets until a greeting is accepted; then it sends offers (mode READ) or frames (mode
-STREAM). All integers are in the byte order of the host that both are on.
+STREAM). Before the first offer out of shared memory it passes a descriptor of that memory, if the decode worker has
+said that it maps such (attribute MAPS). All integers are in the byte order of the host that both are on.
 
     greeting   P to D   magic "PDKL", version u8, mode u8, 2 x 0, token 32 B, proof: address u64 and 32 B at it
     reply      D to P   verdict u8, 3 x 0, errno i32
+    share      P to D   magic "PDKM", 4 x 0, address of the memory at P u64; with it one descriptor (SCM_RIGHTS)
     offer      P to D   magic "PDKO", number of pieces u32, frame header 64 B, per piece address u64 and length u64
     answer     D to P   1 byte for each offer, in order: it has been read, or is not wanted
 """
@@ -31,6 +33,8 @@ MAX_PIECES = 1 << 14
 """Of one offer: 1 MiB in pieces of 64 bytes. More is damage or mischief."""
 STREAM_ONLY = "stream"
 """Of the attribute "mode" in the decode worker's endpoint, if it cannot read any process."""
+MAPS = "maps"
+"""Attribute of the decode worker's endpoint, "1" if it maps shared memory."""
 ANSWER = b"\x01"
 
 _GREETING = struct.Struct(f"=4sBBxx{TOKEN_NBYTES}sQ{PROOF_NBYTES}s")
@@ -39,6 +43,8 @@ _REPLY = struct.Struct("=Bxxxi")
 _OFFER = struct.Struct(f"=4sI{HEADER_NBYTES}s")
 _OFFER_MAGIC = b"PDKO"
 _PIECE_NBYTES = 16
+_SHARE = struct.Struct("=4s4xQ")
+_SHARE_MAGIC = b"PDKM"
 _CREDENTIALS = struct.Struct("=iII")
 
 GREETING_NBYTES = _GREETING.size
@@ -107,6 +113,20 @@ def unpack_reply(record: bytes) -> tuple[Verdict, int]:
 def pack_offer(header: bytes, pieces: Pieces) -> bytes:
     """An offer of one frame whose payload lies in `pieces`, at most `MAX_PIECES`."""
     return _OFFER.pack(_OFFER_MAGIC, len(pieces) // 2, header) + pieces.tobytes()
+
+
+def pack_share(address: int) -> bytes:
+    """Says what the descriptor that goes with it is: memory that the prefill worker has at this address."""
+    return _SHARE.pack(_SHARE_MAGIC, address)
+
+
+def split_share(received: bytearray) -> int | None:
+    """The address, if `received` begins with a whole share, which is taken out; None if not."""
+    if len(received) < _SHARE.size or not received.startswith(_SHARE_MAGIC):
+        return None
+    _, address = _SHARE.unpack_from(received)
+    del received[: _SHARE.size]
+    return int(address)
 
 
 def split_offer(received: bytearray) -> tuple[bytes, Pieces] | None:

@@ -17,6 +17,7 @@ from kv_transfer.messages import LinkId
 from kv_transfer.transports.base import Landing, Sink
 from kv_transfer.transports.tcp_opening import ANSWER, OPENING_NBYTES, Credentials, read_opening
 from kv_transfer.wire import HEADER_NBYTES, FrameError, digest_of, payload_nbytes
+from pdserve.security.refusals import Refusal, Refusals
 
 logger = logging.getLogger(__name__)
 
@@ -50,8 +51,10 @@ class Doorkeeper(Protocol):
 class TcpMover:
     """Runs from its construction until `close`."""
 
-    def __init__(self, name: str, listener: socket.socket, door: Doorkeeper, sink: Sink) -> None:
-        """`listener` is not blocking, and may be shared by several movers."""
+    def __init__(self, name: str, listener: socket.socket, door: Doorkeeper, sink: Sink, strangers: Refusals) -> None:
+        """`listener` is not blocking, and may be shared by several movers; so may `strangers`, the account of those
+        that do not show a token."""
+        self._refusals = strangers
         self._listener = listener
         self._door = door
         self._sink = sink
@@ -114,7 +117,7 @@ class TcpMover:
             logger.warning("cannot watch a KV connection (%s): closed", error)
             connected.close()
             return
-        self._connections[descriptor] = _Connection(connected, self._door, self._sink, self._scratch)
+        self._connections[descriptor] = _Connection(connected, self._door, self._sink, self._scratch, self._refusals)
         self._strangers[descriptor] = time.monotonic()
         if len(self._strangers) > MAX_STRANGERS:
             self._drop(self._connections[next(iter(self._strangers))], "too many connections without an opening")
@@ -156,8 +159,11 @@ class _Over(Exception):  # noqa: N818 (how a connection ends, not an error of a 
 class _Connection:
     """One connection: its opening, then frame after frame. Belongs to its mover's thread."""
 
-    def __init__(self, connected: socket.socket, door: Doorkeeper, sink: Sink, scratch: bytearray) -> None:
+    def __init__(
+        self, connected: socket.socket, door: Doorkeeper, sink: Sink, scratch: bytearray, strangers: Refusals
+    ) -> None:
         self.descriptor = connected.fileno()
+        self._strangers = strangers
         self.link: LinkId | None = None
         """Once it has shown its credentials."""
         self._socket = connected
@@ -201,7 +207,7 @@ class _Connection:
         if self.link is not None:
             self._door.leave(self.link, self._socket)
         else:
-            logger.info("closed a KV connection that had not shown its token: %s", reason)
+            self._strangers.note(Refusal.TOKEN, _peer_of(self._socket), reason)
         self._socket.close()
 
     def _receive_start(self, nbytes: int) -> bytes | None:
@@ -252,6 +258,13 @@ class _Connection:
         received = _some(self._socket.recv_into(self._scratch[: self._num_left]))
         self._num_left -= received
         return received
+
+
+def _peer_of(connection: socket.socket) -> str:
+    try:
+        return str(connection.getpeername()[0])
+    except OSError:
+        return "gone"
 
 
 def _some(received: int) -> int:

@@ -29,6 +29,7 @@ class TcpReceiver:
         self._advertised_host = context.advertised_host
         self._port = context.config.tcp_port
         self._sink = sink
+        self._strangers = context.strangers["tcp"]
         self._door = Door()
         self._listener: socket.socket | None = None
         self._movers: list[TcpMover] = []
@@ -42,7 +43,8 @@ class TcpReceiver:
         self._port = self._listener.getsockname()[1]
         num_movers = max(1, min(_MAX_MOVERS, (os.cpu_count() or 1) // _CPUS_PER_MOVER))
         self._movers = [
-            TcpMover(f"kv-tcp-receive-{i}", self._listener, self._door, self._sink) for i in range(num_movers)
+            TcpMover(f"kv-tcp-receive-{i}", self._listener, self._door, self._sink, self._strangers)
+            for i in range(num_movers)
         ]
 
     async def aclose(self) -> None:

@@ -51,6 +51,7 @@ _SHARED = (
     click.option("--model", metavar="NAME", help="Default: the one being served."),
     click.option("--cache-salt", metavar="TEXT", help="Share prefix cache only with requests of this salt."),
     click.option("--priority", type=int, metavar="N", help="Smaller is served first; 0 is usual."),
+    click.option("--max-draft-tokens", type=int, metavar="N", help="Draft at most N tokens in a step; 0: none."),
 )  # fmt: skip
 _GENERATE = (
     click.option("--tools", type=_FILE, metavar="FILE", help="Functions that the model may call, in OpenAI's form."),

@@ -27,9 +27,10 @@ def keys() -> None:
 @_file
 @click.argument("name")
 @click.option("--max-requests", type=click.IntRange(min=1), help="Requests in progress at once.")
-def new(file: Path, name: str, max_requests: int | None) -> None:
+@click.option("--operator", is_flag=True, help="May look after the requests of all keys, but not into them.")
+def new(file: Path, name: str, max_requests: int | None, operator: bool) -> None:
     """Add a key of NAME to FILE, and print it. It is shown only once: the file has its hash."""
-    entry, key = new_key(name, max_requests)
+    entry, key = new_key(name, max_requests, operator=operator)
     write_keys(file, [*(read_keys(file) if file.exists() else ()), entry])
     click.echo(key)
 
@@ -41,9 +42,12 @@ def list_(file: Path, as_json: bool) -> None:
     """Show whose keys are in FILE."""
     found = read_keys(file)
     if as_json:
-        click.echo(json.dumps([{"id": k.id, "name": k.name, "max_requests": k.max_requests} for k in found]))
+        click.echo(json.dumps([k.model_dump(exclude={"sha256"}) for k in found]))
     else:
-        print_table(("id", "name", "max requests"), [(k.id, k.name, str(k.max_requests or "-")) for k in found])
+        print_table(
+            ("id", "name", "max requests", "operator"),
+            [(k.id, k.name, str(k.max_requests or "-"), "yes" if k.operator else "-") for k in found],
+        )
 
 
 @keys.command()

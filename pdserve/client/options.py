@@ -94,6 +94,8 @@ class GenerateOptions(TypedDict, total=False):
     """Prefix cache is shared only between requests of equal salt."""
     priority: int
     """Smaller is served first; 0 is usual."""
+    max_draft_tokens: int
+    """Tokens that the server may draft in one step, 0 for none: no output depends on it, only how fast it comes."""
     request_id: str
     """Name of the request, for `cancel`, `get_request` and `attach`. Default: a new one."""
     resumable: bool

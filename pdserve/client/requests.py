@@ -35,6 +35,7 @@ _DIRECT = (
     "prompt_logprobs",
     "cache_salt",
     "priority",
+    "max_draft_tokens",
     "skip_special_tokens",
     "include_stop_string",
 )

@@ -95,8 +95,28 @@ class EngineSection(Section):
     """CPU engine: the format to compute on. `auto` keeps Q4_0, Q4_1 and Q8_0 as stored and makes Q8_0 of the rest."""
     dtype: Literal["float32", "float16", "bfloat16"] = "float32"
     """torch engine: of weights, activations and KV. On a CPU without half-precision arithmetic float32 is fastest."""
-    attention: Literal["sdpa", "reference"] = "sdpa"
-    """torch engine: `reference` is slow and plain: what every other implementation is checked against."""
+    attention: Literal["auto", "sdpa", "triton", "reference"] = "auto"
+    """torch engine: `triton`, our kernels for GPUs, reads the KV pool in place, and with it decode steps can be CUDA
+    graphs. `sdpa` is torch's own, which copies what it reads first. `auto` takes `triton` on a GPU where it is
+    installed. `reference` is slow and plain: what every other implementation is checked against."""
+    cuda_graphs: bool = True
+    """On a GPU with `triton` attention: decode workers capture their steps, for a number of batch sizes, which takes
+    seconds at start and some hundreds of megabytes, and saves the time to launch hundreds of kernels in each step."""
+    attention_window: Annotated[int, Field(ge=16)] | None = None
+    """Streams without end in bounded memory, of a model that has no window: every layer sees so many of the last tokens
+    and `attention_sinks` of the first ones, and `model.max_model_len` may be beyond what the model was trained for.
+    Answers to texts longer than the window are other, and mostly worse, than the whole text would give. The same in
+    the configuration of all workers and routers; docs/windows.md says what it does to positions and to quality."""
+    attention_sinks: Annotated[int, Field(ge=0, le=128)] = 4
+    """With `attention_window`: first tokens that are always seen. Without any, what a model without a window says
+    beyond it is of no use."""
+    tensor_parallel: Annotated[int, Field(ge=1, le=64)] = 1
+    """torch engine: processes that share the model and the KV of one worker, each with some of the heads, on a GPU or
+    some of the worker's CPU threads of its own: for models that one GPU does not hold. With `cuda:N` they take GPUs
+    from N on. Prefill and decode workers may differ."""
+    tensor_parallel_timeout_s: Seconds = 30.0
+    """How long these processes wait for each other within a step. One that takes longer has hung, and the worker ends
+    and is started again; one that ends is noticed at once."""
     threads: Annotated[int, Field(ge=1, le=1024)] | None = None
     """CPU threads of one worker. Default: as many as the worker may use cores, by affinity and control group; `pdserve
     up` shares them out among the workers it starts, so that a prefill never slows down a decode step."""
@@ -118,10 +138,25 @@ class KvSection(Section):
 
     block_size: Literal[8, 16, 32, 64, 128] = 16
     """Tokens in a block. Small blocks waste less at the end of a sequence, large ones cost less to look up and send."""
+    dtype: Literal["auto", "int8", "fp8"] = "auto"
+    """What K and V are kept in. `auto`: float16 by the CPU engine, `engine.dtype` by torch. `int8` (both engines) and
+    `fp8` (e4m3, torch) hold nearly twice as many tokens (1.94 times at heads of 64, against float16), of which half the
+    bytes are read and sent, and round KV: docs/quantised-kv.md says what that costs. Prefill and decode workers may
+    differ; then nothing that was handed over goes into the decode worker's prefix cache."""
     pool_bytes: Bytes = Field(default=1 << 30, ge=1)
     """Memory of the pool; an integer or a string like 512MiB. Memory is touched only as blocks are used (CPU)."""
     num_blocks: Annotated[int, Field(ge=1)] | None = None
     """Blocks in the pool. Set this or pool_bytes; this one wins."""
+    gpu_memory_fraction: Annotated[float, Field(gt=0, le=1)] | None = None
+    """On a GPU, in place of the other two: the part of its memory that this worker may take in all. Weights and the
+    largest step are measured at start, and the pool gets the rest. CUDA graphs come on top: leave them, and the
+    allocator, a tenth. Two workers on one GPU need two shares, and to be started one after the other."""
+
+    @model_validator(mode="after")
+    def _one_size(self) -> Self:
+        if self.gpu_memory_fraction is not None and self.num_blocks is not None:
+            raise ValueError("gpu_memory_fraction and num_blocks both say how large the pool is; leave one out")
+        return self
 
 
 class StoreSection(Section):
@@ -220,6 +255,21 @@ class AdmissionSection(Section):
     ahead_s: Seconds = 0.25
     """Work that a worker is given in advance, in seconds as predicted: enough that it never stands still while the
     router hears of it. With more the order is decided by workers, which do not know whose a request is."""
+
+
+class RetryBudgetSection(Section):
+    """How many attempts after the first a router makes for all of its requests together, so that a fleet that fails
+    does not get several times the work. Attempts that are lost to a planned drain, and streams that move, cost nothing.
+    """
+
+    ratio: Annotated[float, Field(ge=0, le=10, allow_inf_nan=False)] = 0.2
+    """Further attempts for each output that begins: 0.2 lets every fifth be tried again, however long that goes on."""
+    per_s: Annotated[float, Field(ge=0, le=1e6, allow_inf_nan=False)] = 20.0
+    """Further attempts for each second, however few requests there are. When nothing is left attempts wait for these,
+    for up to `router.worker_wait_s`, and fail with UNAVAILABLE if that is not enough. 0: they fail at once."""
+    burst: Annotated[int, Field(ge=0)] = 512
+    """Further attempts that are saved up for when workers are lost, and there at the start. A decode worker fails its
+    whole batch at once (`decode.max_batch_size`), a prefill worker its queue (`prefill.max_waiting`)."""
 
 
 class SloSection(Section):
@@ -329,6 +379,7 @@ class RouterSection(Section):
     `local.demo_controls` is on."""
     local_prefill: LocalPrefillSection = LocalPrefillSection()
     slo: SloSection = SloSection()
+    retry_budget: RetryBudgetSection = RetryBudgetSection()
     admission: AdmissionSection = AdmissionSection()
     """Prompts that are computed by decode workers."""
 
@@ -352,6 +403,9 @@ class WorkerSection(Section):
     """host:port under which routers and other workers reach this one. Default: the address it listens on."""
     drain_timeout_s: Seconds = 30.0
     """How long a stopping worker lets its requests finish."""
+    remote_drain: bool = False
+    """Whether other machines may drain and end this worker (`pdserve drain`, `pdserve restart`) although there is no
+    `tls.internal`, and so nobody knows who they are. With it, an operator's certificate counts, and not this."""
     metrics_listen: Address | None = None
     """host:port of an HTTP server that answers GET /metrics, for Prometheus. Port 0 takes a free one. Default: none,
     and with `pdserve up` a free port of 127.0.0.1. A router has /metrics on its HTTP port."""
@@ -369,11 +423,16 @@ class PrefillSection(WorkerSection):
 class SpeculationSection(Section):
     """Drafts of tokens that probably come next. They change no output, only how fast it comes."""
 
-    method: Literal["auto", "ngram", "off"] = "auto"
+    method: Literal["auto", "ngram", "draft", "off"] = "auto"
     """`ngram`: where the last tokens of a sequence were there before, in prompt or output, what came after them is
-    computed in the same step as the next token, and kept as far as it is right. `auto` does so where the measured times
-    of steps and the part that was right so far promise more tokens a second, and looks again in every step. `ngram`
-    does not ask what is faster, which is for tests and measurements."""
+    computed in the same step as the next token, and kept as far as it is right. `draft`: the same with what
+    `draft_model` says comes next. `auto` does what of both promises more tokens a second, by the measured times of
+    steps and the part that was right so far, or neither, and looks again in every step. `ngram` and `draft` do not ask
+    what is faster, which is for tests and measurements."""
+    draft_model: Annotated[str, Field(min_length=1)] | None = None
+    """A second, much smaller model of the same vocabulary: a GGUF file, a Hugging Face directory, or
+    `smollm2-135m-instruct`. It runs in decode workers, beside their own, on the same engine and device. Its KV has as
+    many blocks as theirs, and is part of `kv.pool_bytes`; its weights are not."""
     max_draft_tokens: Annotated[int, Field(ge=1, le=31)] = 7
     """Of one sequence in one step, at most."""
     min_match_tokens: Annotated[int, Field(ge=1, le=8)] = 2
@@ -381,6 +440,19 @@ class SpeculationSection(Section):
     often for each number."""
     max_batch_size: Annotated[int, Field(ge=1)] = 16
     """With more sequences in a step there are no drafts: it has enough to compute, and looking for them takes time."""
+
+    @model_validator(mode="after")
+    def _check_draft_model(self) -> Self:
+        if self.method == "draft" and self.draft_model is None:
+            raise ValueError("draft_model: method draft needs one; name a small model of the same vocabulary")
+        if self.method == "ngram" and self.draft_model is not None:
+            raise ValueError("draft_model: is not used by method ngram; leave it out, or use auto or draft")
+        return self
+
+    @property
+    def uses_draft_model(self) -> bool:
+        """Whether decode workers load `draft_model`."""
+        return self.draft_model is not None and self.method in ("auto", "draft")
 
 
 class DecodeSection(WorkerSection):
@@ -426,7 +498,7 @@ class TransferSection(Section):
     the workers reach each other. The rest need a trusted network: `tcp`; `torch`: NCCL between GPUs and gloo otherwise,
     with pdserve[torch]; `nixl`: UCX, with pdserve[nixl]."""
     preflight: bool = True
-    """Measure the transports of a new link with up to 2 MiB each. The order of `transports` decides between those that
+    """Measure the transports of a new link with up to 4 MiB each. The order of `transports` decides between those that
     are about equally fast, and alone if this is off."""
     tcp_port: Annotated[int, Field(ge=0, le=65535)] = 0
     """Where a decode worker listens for the `tcp` transport, on the host of `decode.listen`. 0 takes any free port; a
@@ -551,6 +623,35 @@ class Config(Section):
             raise ValueError(
                 "local.prefill_workers: 0 leaves nobody to compute prompts, since the decode workers have "
                 "decode.local_prefill_tokens_per_step: 0"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_gpu_memory(self) -> Self:
+        if self.kv.gpu_memory_fraction is None:
+            return self
+        if self.engine.kind == "cpu" or not self.engine.device.startswith("cuda"):
+            raise ValueError("kv.gpu_memory_fraction: is for engine.device cuda; set kv.pool_bytes or kv.num_blocks")
+        if self.engine.tensor_parallel > 1:
+            raise ValueError(
+                "kv.gpu_memory_fraction: not with engine.tensor_parallel, whose processes would each measure another "
+                "size; set kv.pool_bytes or kv.num_blocks"
+            )
+        if self.decode.speculation.uses_draft_model:
+            raise ValueError(
+                "kv.gpu_memory_fraction: not with decode.speculation.draft_model, for whose weights and pool it leaves "
+                "no room; set kv.pool_bytes or kv.num_blocks"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_kv_dtype(self) -> Self:
+        if self.kv.dtype == "fp8" and self.engine.kind == "cpu":
+            raise ValueError("kv.dtype: fp8 needs engine.kind torch; the CPU engine has int8")
+        if self.kv.dtype != "auto" and self.transfer.codec != "none":
+            raise ValueError(
+                f"transfer.codec: {self.transfer.codec} would round KV again that kv.dtype {self.kv.dtype} keeps in "
+                "eight bits, and send no less; use none"
             )
         return self
 

@@ -10,7 +10,7 @@ from typing import Final
 from pdserve.config import Config
 from pdserve.doctor.certificates import check_certificates
 from pdserve.doctor.findings import Finding, Verdict, problem
-from pdserve.doctor.machine import check_gpus, check_memory, check_open_files, check_processor
+from pdserve.doctor.machine import check_gpus, check_memory, check_open_files, check_processor, check_ranks
 from pdserve.doctor.peers import check_peers
 from pdserve.doctor.ports import check_ports
 from pdserve.doctor.ptrace import check_ptrace
@@ -45,7 +45,8 @@ def examine(config: Config, roles: Iterable[str] = ROLES) -> Examination:
     workers_here = bool(wanted - {"router"})
     findings = [check_open_files()]
     if workers_here:
-        findings += [check_memory(config), check_processor(config), *check_gpus(config), *check_ptrace(config)]
+        findings += [check_memory(config), check_processor(config), *check_gpus(config), *check_ranks(config)]
+        findings += check_ptrace(config)
     findings += check_certificates(config, wanted)
     findings += check_ports(config, wanted)
     findings += asyncio.run(_ask_others(config, wanted))

@@ -108,28 +108,58 @@ def check_gpus(config: Config, look: Callable[[], Gpus] = gpus) -> list[Finding]
         return [
             problem("cuda", f"engine.device is {device}, and torch is not installed", "pip install 'pdserve[torch]'")
         ]
-    index = int(device.partition(":")[2] or 0)
-    if found.count <= index:
+    first, ranks = int(device.partition(":")[2] or 0), config.engine.tensor_parallel
+    if found.count < first + ranks:
+        wanted = f"engine.device is {device}" + (f", engine.tensor_parallel {ranks}" if ranks > 1 else "")
         return [
             problem(
                 "cuda",
-                f"engine.device is {device}, and torch {found.torch_version} sees {found.count} GPUs",
+                f"{wanted}, and torch {found.torch_version} sees {found.count} GPUs",
                 "look at `nvidia-smi`: is there a driver, and does the container get the GPU (--gpus all, "
                 "nvidia.com/gpu in limits)? Is torch a CUDA build? Does CUDA_VISIBLE_DEVICES hide it?",
             )
         ]
     findings = [ok("cuda", f"{found.count} GPUs, torch {found.torch_version}")]
-    if "torch" in config.transports:
+    if ranks > 1 or "torch" in config.transports:
+        setting = f"engine.tensor_parallel is {ranks}" if ranks > 1 else "transfer.transports has torch"
         findings.append(
             ok("nccl", "torch has NCCL")
             if found.has_nccl
             else problem(
                 "nccl",
-                f"transfer.transports has torch, and torch {found.torch_version} has no NCCL",
-                "install a CUDA build of torch for Linux, or take `torch` out of transfer.transports",
+                f"{setting}, and torch {found.torch_version} has no NCCL",
+                "install a CUDA build of torch for Linux, "
+                + ("or set engine.tensor_parallel to 1" if ranks > 1 else "or take `torch` out of transfer.transports"),
             )
         )
     return findings
+
+
+def check_ranks(config: Config, cpus: Callable[[], int] = available_cpus) -> list[Finding]:
+    """Whether the processes of a tensor-parallel worker have cores of their own. Nothing where there are none, or where
+    they compute on GPUs."""
+    ranks = config.engine.tensor_parallel
+    if ranks == 1 or config.engine.device != "cpu":
+        return []
+    if config.engine.kind == "cpu":
+        return [
+            problem(
+                "ranks",
+                f"engine.tensor_parallel is {ranks}, and the CPU engine is one process",
+                "set engine.kind to torch, or engine.tensor_parallel to 1",
+            )
+        ]
+    found = cpus()
+    if found >= ranks:
+        return [ok("ranks", f"{ranks} processes on {found} cores")]
+    return [
+        warning(
+            "ranks",
+            f"engine.tensor_parallel is {ranks}, and there are {found} cores: the processes of a worker wait for each "
+            "other in every layer, each for its turn",
+            "lower engine.tensor_parallel, or give the machine or the container more cores",
+        )
+    ]
 
 
 def _gib(nbytes: int) -> str:

@@ -11,7 +11,7 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from pdserve.config import Config
-from pdserve.doctor.findings import Finding, ok, problem
+from pdserve.doctor.findings import Finding, ok, problem, warning
 from pdserve.errors import ModelLoadError
 from pdserve.model.source import open_model
 from pdserve.security.internal import Channels, InternalTls
@@ -58,18 +58,30 @@ def check_model(config: Config, workers: Sequence[WorkerInfo]) -> list[Finding]:
 
 
 def check_pairs(workers: Sequence[WorkerInfo]) -> list[Finding]:
-    """Whether every prefill worker can hand KV to every decode worker."""
+    """Whether every prefill worker can hand KV to every decode worker, and without rounding it on the way."""
     sources = [worker for worker in workers if worker.role is Role.PREFILL]
     targets = [worker for worker in workers if worker.role is Role.DECODE]
-    return [
-        problem(
-            "hand-off",
-            f"{source.worker_id} cannot hand KV to {target.worker_id}: {'; '.join(reasons)}",
-            "give both the same model, engine, kv and transfer settings",
-        )
-        for source, target in product(sources, targets)
-        if (reasons := source.incompatibilities(target))
-    ]
+    findings = []
+    for source, target in product(sources, targets):
+        here, there = source.kv_layout.dtype, target.kv_layout.dtype
+        if reasons := source.incompatibilities(target):
+            findings.append(
+                problem(
+                    "hand-off",
+                    f"{source.worker_id} cannot hand KV to {target.worker_id}: {'; '.join(reasons)}",
+                    "give both the same model, engine, kv and transfer settings",
+                )
+            )
+        elif here != there:
+            findings.append(
+                warning(
+                    "hand-off",
+                    f"{source.worker_id} has KV in {here} and {target.worker_id} in {there}: it is converted, and not "
+                    "found again in the prefix cache of the decode worker",
+                    "give both the same kv.dtype, unless capacity is worth more than the cache",
+                )
+            )
+    return findings
 
 
 async def _reach(channels: Channels, worker: WorkerInfo) -> Finding | None:

@@ -45,11 +45,6 @@ class Blocks:
     def __len__(self) -> int:
         return len(self.ids)
 
-    def __add__(self, more: Blocks) -> Blocks:
-        """Both sets of references as one; the two parts must not be used (nor freed) any more."""
-        assert more.num_found == 0, "what was found in the cache comes first"
-        return Blocks(self.ids + more.ids, self.num_found)
-
 
 class BlockManager:
     """Hands out the `num_blocks` blocks of a pool.
@@ -104,13 +99,24 @@ class BlockManager:
         """
         assert 0 <= len(prefix) <= n, f"cannot allocate {n} blocks for a prefix of {len(prefix)}"
         found = self.find(prefix)
+        return self.take(found, n - len(found), keep=keep)
+
+    def take(self, found: Sequence[int], num_new: int, *, keep: int = 0) -> Blocks | None:
+        """One more reference to each of `found`, blocks that have names or holders, and `num_new` blocks behind them.
+
+        None means "not now" and changes nothing. `keep` blocks must stay available afterwards.
+        """
         num_revived = sum(block_id in self._cached for block_id in found)
-        if n - len(found) + num_revived + keep > self.num_available:
+        if num_new + num_revived + keep > self.num_available:
             return None
         for block_id in found:
             self._cached.pop(block_id, None)
             self._ref_counts[block_id] += 1
-        return Blocks((*found, *(self._take() for _ in range(n - len(found)))), len(found))
+        return Blocks((*found, *(self._take() for _ in range(num_new))), len(found))
+
+    def lookup(self, names: Sequence[bytes]) -> list[int | None]:
+        """The block of each name, None for those that cannot be found. Changes nothing."""
+        return [self._block_of.get(name) for name in names]
 
     def find(self, prefix: Sequence[bytes]) -> list[int]:
         """The blocks that hold the longest run of `prefix`, from its first name on. Changes nothing."""
@@ -133,19 +139,6 @@ class BlockManager:
             self._ref_counts[block_id] += 1
             held.append(block_id)
         return Blocks(tuple(held), len(held))
-
-    def fork(self, blocks: Blocks, num_shared: int, num_new: int) -> Blocks | None:
-        """One more reference to each of the first `num_shared` of `blocks`, and `num_new` blocks behind them.
-
-        None means "not now" and changes nothing.
-        """
-        own = self.allocate(num_new)
-        if own is None:
-            return None
-        shared = blocks.ids[:num_shared]
-        for block_id in shared:
-            self._ref_counts[block_id] += 1
-        return Blocks((*shared, *own.ids), num_shared)
 
     def _take(self) -> int:
         """A block nobody holds, with one reference and no name."""

@@ -15,6 +15,8 @@ import torch
 
 from pdserve.engine.device import TORCH_DTYPES
 from pdserve.engine.host_store import check_range, words_of
+from pdserve.engine.pool_codes import CODE_TYPES, Spread, encode
+from pdserve.engine.shared_pool import PoolMemory, allocate_pool
 from pdserve.kv_layout import HeadRange, KvLayout
 
 
@@ -24,19 +26,64 @@ class BlockPool:
     Zeroed, as attention may multiply what was never written by a weight of exactly 0, and 0 * NaN is NaN.
     """
 
-    def __init__(self, layout: KvLayout, num_blocks: int, device: torch.device) -> None:
+    def __init__(
+        self, layout: KvLayout, num_blocks: int, device: torch.device, memory: PoolMemory | None = None
+    ) -> None:
+        """`memory`: host memory to lie in, of just the size; None for memory of its own."""
         self.layout = layout
         self.num_blocks = num_blocks
-        self.kv = torch.zeros(
-            (num_blocks, layout.num_layers, 2, layout.num_kv_heads, layout.block_size, layout.head_dim),
-            dtype=TORCH_DTYPES[layout.dtype],
-            device=device,
+        shape: tuple[int, ...] = (num_blocks, layout.num_layers, 2, layout.num_kv_heads)
+        if layout.has_scales:
+            shape, dtype = (*shape, layout.head_nbytes), torch.uint8
+        else:
+            shape, dtype = (*shape, layout.block_size, layout.head_dim), TORCH_DTYPES[layout.dtype]
+        if device.type == "cpu":
+            memory = memory or allocate_pool(num_blocks * layout.block_nbytes)
+        self.kv = (
+            torch.zeros(shape, dtype=dtype, device=device)
+            if memory is None
+            else torch.from_numpy(memory.data).view(dtype).view(shape)
         )
-        """[num_blocks, num_layers, 2 (K, V), num_kv_heads, block_size, head_dim]"""
+        """[num_blocks, num_layers, 2 (K, V), num_kv_heads, block_size, head_dim]; in eight bits the bytes of a head,
+        [..., head_nbytes]"""
+        self._spread = Spread(layout.head_dim, device) if layout.has_scales else None
 
     def layer(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """K and V of one layer, each [num_blocks, num_kv_heads, block_size, head_dim] with a long block stride."""
-        return self.kv[:, index, 0], self.kv[:, index, 1]
+        """K and V of one layer, each [num_blocks, num_kv_heads, block_size, head_dim] with a long block stride. In
+        eight bits these are codes, and between heads lie their `scales`."""
+        if self._spread is None:
+            return self.kv[:, index, 0], self.kv[:, index, 1]
+        size = self.layout.block_size, self.layout.head_dim
+        codes = self.kv[:, index, :, :, : size[0] * size[1]].view(CODE_TYPES[self.layout.dtype])
+        parts = codes.view(*codes.shape[:-1], *size)
+        return parts[:, 0], parts[:, 1]
+
+    def scales(self, index: int) -> tuple[torch.Tensor, torch.Tensor] | tuple[None, None]:
+        """Scales of K and V of one layer, each [num_blocks, num_kv_heads, block_size] float16; None if values are
+        stored."""
+        if self._spread is None:
+            return None, None
+        scales = self.kv[:, index, :, :, self.layout.block_size * self.layout.head_dim :].view(torch.float16)
+        return scales[:, 0], scales[:, 1]
+
+    def queries(self, heads: torch.Tensor) -> torch.Tensor:
+        """Queries [..., head_dim] as the stored keys are compared with them."""
+        return heads if self._spread is None else self._spread.queries(heads)
+
+    def write(
+        self, index: int, blocks: torch.Tensor, offsets: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
+    ) -> None:
+        """K and V [T, num_kv_heads, head_dim] of one layer into slots `offsets` [T] of `blocks` [T]."""
+        parts = self.layer(index)
+        if self._spread is None:
+            for part, heads in zip(parts, (keys, values), strict=True):
+                part[blocks, :, offsets] = heads
+            return
+        for part, scales, heads in zip(parts, self.scales(index), (self._spread.keys(keys), values), strict=True):
+            assert scales is not None, "what is spread has scales"
+            codes, scales[blocks, :, offsets] = encode(heads, self.layout.dtype)
+            # As bytes: torch moves no elements of float8.
+            part.view(torch.uint8)[blocks, :, offsets] = codes.view(torch.uint8)
 
     @property
     def words(self) -> torch.Tensor:

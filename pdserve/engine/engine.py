@@ -11,8 +11,16 @@ import numpy.typing as npt
 
 from pdserve.engine.batch import Batch
 from pdserve.engine.output import StepOutput
+from pdserve.errors import PdServeError
 from pdserve.kv_layout import KvBlockStore, KvLayout
 from pdserve.model.config import ModelConfig
+
+
+class EngineLostError(PdServeError):
+    """Part of the engine has ended, and so it computes no more: every call from now on raises this."""
+
+    code = "engine_lost"
+    retryable = True
 
 
 @dataclass(frozen=True, slots=True)

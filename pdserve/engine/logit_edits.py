@@ -95,10 +95,15 @@ class SequenceEdits:
         """How often each token is in the output."""
         self._num_output = 0
         bias = dict(params.logit_bias)
-        seen = sorted(set(prompt_ids)) if params.repetition_penalty != 1.0 else []
-        self._add([*bias, *(i for i in seen if i not in bias)])
+        self._add(list(bias))
         self._terms[BIAS, : len(bias)] = list(bias.values())
-        self._terms[REPETITION, [self._entry[i] for i in seen]] = params.repetition_penalty
+        if params.repetition_penalty != 1.0:
+            # Without sorting: a prompt may have 32k tokens.
+            seen = np.flatnonzero(np.bincount(np.asarray(prompt_ids, np.int64)))
+            is_biased = np.isin(seen, np.fromiter(bias, np.int64, len(bias)))
+            self._add(seen[~is_biased].tolist())
+            self._terms[REPETITION, len(bias) : len(self._entry)] = params.repetition_penalty
+            self._terms[REPETITION, [self._entry[i] for i in seen[is_biased].tolist()]] = params.repetition_penalty
         for index, token_id in enumerate(output_ids):
             self.observe(index, token_id)
 

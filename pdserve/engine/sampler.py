@@ -48,32 +48,23 @@ def sample(
     assert logits.shape[0] == len(sampling), "one row of parameters for each row of logits"
     if len(sampling) == 0:
         return np.empty(0, dtype=np.int64)
-    if len(sampling.edits):
-        _edit(logits, sampling.edits)
-    if len(sampling.forbidden_ids):
-        rows, ids = upload(sampling.forbidden_rows, logits.device), upload(sampling.forbidden_ids, logits.device)
-        logits.index_put_((rows, ids), logits.new_full((), -torch.inf))
-    if len(sampling.masked_rows):
-        _mask(logits, sampling)
-    greedy = sampling.is_greedy
-    if greedy.all():
+    constrain(logits, sampling)
+    num_candidates = min(num_candidates, logits.shape[1])
+    ways = RowWays.of(sampling, num_candidates)
+    if ways.greedy.all():
         return to_host(logits.argmax(dim=-1))
 
-    num_candidates = min(num_candidates, logits.shape[1])
-    unfiltered = ~greedy & (sampling.top_k <= 0) & (sampling.top_p >= 1.0) & (sampling.min_p <= 0.0)
-    wide = ~greedy & ~unfiltered & (sampling.top_k >= num_candidates)
-    narrow = ~greedy & ~unfiltered & ~wide
     # [2, R] of (token, whether the candidates covered what the filters keep), so that one copy brings both to the host.
     drawn = torch.ones((2, len(sampling)), dtype=torch.int64, device=logits.device)
-    if greedy.any():
-        rows = upload(np.flatnonzero(greedy), logits.device)
+    if ways.greedy.any():
+        rows = upload(np.flatnonzero(ways.greedy), logits.device)
         drawn[0, rows] = logits[rows].argmax(dim=-1)
-    if unfiltered.any():
-        group = _Rows.select(logits, sampling, unfiltered)
-        drawn[0, group.rows] = _draw(group, group.scale(group.logits), _vocabulary(logits), None)
-    for mask, count in ((narrow, num_candidates), (wide, logits.shape[1])):
+    if ways.unfiltered.any():
+        group = Rows.select(logits, sampling, ways.unfiltered)
+        drawn[0, group.rows] = best_scored(group, group.scale(group.logits), _vocabulary(logits), None)[1]
+    for mask, count in ((ways.narrow, num_candidates), (ways.wide, logits.shape[1])):
         if mask.any():
-            group = _Rows.select(logits, sampling, mask)
+            group = Rows.select(logits, sampling, mask)
             drawn[:, group.rows] = _draw_filtered(group, count)
     host = to_host(drawn)
     tokens: npt.NDArray[np.int64] = host[0]
@@ -82,9 +73,41 @@ def sample(
         # A sort of the whole vocabulary costs ten times as much as one of some thousand candidates.
         num_candidates = min(16 * num_candidates, logits.shape[1])
         again = covered == 0
-        group = _Rows.select(logits, sampling, again)
+        group = Rows.select(logits, sampling, again)
         tokens[again], covered[again] = to_host(_draw_filtered(group, num_candidates))
     return tokens
+
+
+def constrain(logits: torch.Tensor, sampling: SamplingBatch) -> None:
+    """Bias, penalties, forbidden tokens and masks, in place. Waits until the masks are known."""
+    if len(sampling.edits):
+        _edit(logits, sampling.edits)
+    if len(sampling.forbidden_ids):
+        rows, ids = upload(sampling.forbidden_rows, logits.device), upload(sampling.forbidden_ids, logits.device)
+        logits.index_put_((rows, ids), logits.new_full((), -torch.inf))
+    if len(sampling.masked_rows):
+        _mask(logits, sampling)
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class RowWays:
+    """How each row is drawn, [R] each; exactly one is set for a row."""
+
+    greedy: _BoolArray
+    unfiltered: _BoolArray
+    """No filter limits it: from the whole vocabulary, without a sort."""
+    narrow: _BoolArray
+    """From the best candidates first."""
+    wide: _BoolArray
+    """Top-k keeps more than the candidates: from the whole vocabulary, sorted."""
+
+    @classmethod
+    def of(cls, sampling: SamplingBatch, num_candidates: int) -> RowWays:
+        """By the parameters alone."""
+        greedy = sampling.is_greedy
+        unfiltered = ~greedy & (sampling.top_k <= 0) & (sampling.top_p >= 1.0) & (sampling.min_p <= 0.0)
+        wide = ~greedy & ~unfiltered & (sampling.top_k >= num_candidates)
+        return cls(greedy=greedy, unfiltered=unfiltered, narrow=~greedy & ~unfiltered & ~wide, wide=wide)
 
 
 def _edit(logits: torch.Tensor, edits: LogitEdits) -> None:
@@ -106,7 +129,7 @@ def _mask(logits: torch.Tensor, sampling: SamplingBatch) -> None:
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class _Rows:
+class Rows:
     """Some rows of the batch with their parameters, on the device of the logits. N rows, all with a temperature."""
 
     rows: torch.Tensor
@@ -129,8 +152,10 @@ class _Rows:
     """Which of the N need the mass of the whole vocabulary: those with top-p but no top-k. On the host."""
 
     @classmethod
-    def select(cls, logits: torch.Tensor, sampling: SamplingBatch, mask: _BoolArray) -> _Rows:
-        """The rows where `mask` [R] is set."""
+    def select(
+        cls, logits: torch.Tensor, sampling: SamplingBatch, mask: _BoolArray, vocab_size: int | None = None
+    ) -> Rows:
+        """The rows where `mask` [R] is set. `vocab_size`: of the model, where `logits` [R, V] are not all of a row."""
 
         def column(values: npt.NDArray[np.float64] | npt.NDArray[np.int64]) -> torch.Tensor:
             return upload(values[:, None], logits.device)
@@ -138,7 +163,8 @@ class _Rows:
         with np.errstate(divide="ignore"):
             log_min_p = np.log(sampling.min_p[mask].astype(np.float64))
         top_k = sampling.top_k[mask].astype(np.int64)
-        top_k = np.where(top_k <= 0, logits.shape[1], np.minimum(top_k, logits.shape[1]))
+        vocab_size = vocab_size or logits.shape[1]
+        top_k = np.where(top_k <= 0, vocab_size, np.minimum(top_k, vocab_size))
         keys = row_keys(sampling.seed[mask], sampling.positions[mask])
         rows = upload(np.flatnonzero(mask), logits.device)
         chosen = logits[rows]
@@ -170,10 +196,22 @@ def _vocabulary(logits: torch.Tensor) -> torch.Tensor:
     return torch.arange(logits.shape[1], device=logits.device)[None]
 
 
-def _draw_filtered(group: _Rows, num_candidates: int) -> torch.Tensor:
+def _draw_filtered(group: Rows, num_candidates: int) -> torch.Tensor:
     """Draw each row from its `num_candidates` most likely tokens; [2, N] of (token, whether the candidates suffice)."""
-    vocab_size = group.logits.shape[1]
     candidates, ids = group.logits.topk(num_candidates, dim=-1)
+    whole_mass = group.whole_mass() if len(group.whole_mass_rows) else None
+    return draw_candidates(group, candidates, ids, whole_mass, is_all=num_candidates == group.logits.shape[1])
+
+
+def draw_candidates(
+    group: Rows, candidates: torch.Tensor, ids: torch.Tensor, whole_mass: torch.Tensor | None, *, is_all: bool
+) -> torch.Tensor:
+    """Draw each row from `candidates` [N, K], its greatest logits in descending order, with token ids `ids` [N, K].
+
+    `whole_mass` is that of `Rows.whole_mass`, None if no row needs it. `is_all`: there are no other tokens. Gives
+    [2, N] of (token, whether the candidates suffice).
+    """
+    num_candidates = candidates.shape[1]
     scaled = group.scale(candidates)
     # Places of candidates in their row: 0 ... k-1 | k ... K-1; the k-th best sets the threshold of top-k.
     kth = candidates.gather(1, group.top_k.clamp(max=num_candidates) - 1)
@@ -181,8 +219,8 @@ def _draw_filtered(group: _Rows, num_candidates: int) -> torch.Tensor:
 
     mass = _mass(scaled).masked_fill(~keep, 0)
     total = mass.sum(dim=-1, keepdim=True)
-    if len(group.whole_mass_rows):
-        total[upload(group.whole_mass_rows, total.device)] = group.whole_mass()
+    if whole_mass is not None:
+        total[upload(group.whole_mass_rows, total.device)] = whole_mass
     before = mass.cumsum(dim=-1) - mass
     # Tokens with equal logits count from the first of them: `before` grows along the row, so the last group start wins.
     starts_group = torch.ones_like(keep)
@@ -192,17 +230,20 @@ def _draw_filtered(group: _Rows, num_candidates: int) -> torch.Tensor:
     keep &= scaled >= group.log_min_p
 
     # If the last candidate goes, so does every token behind it.
-    covered = ~keep[:, -1] if num_candidates < vocab_size else torch.ones_like(keep[:, -1])
-    return torch.stack([_draw(group, scaled, ids, keep), covered.long()])
+    covered = torch.ones_like(keep[:, -1]) if is_all else ~keep[:, -1]
+    return torch.stack([best_scored(group, scaled, ids, keep)[1], covered.long()])
 
 
-def _draw(group: _Rows, scaled: torch.Tensor, ids: torch.Tensor, keep: torch.Tensor | None) -> torch.Tensor:
-    """The Gumbel-max token of each row among `ids` ([N, K] or [1, K]) with log-weights `scaled` [N, K]; [N]."""
+def best_scored(
+    group: Rows, scaled: torch.Tensor, ids: torch.Tensor, keep: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The Gumbel-max token of each row among `ids` ([N, K] or [1, K]) with log-weights `scaled` [N, K]: its score [N]
+    float64, and its id [N]."""
     score = scaled + gumbel_noise(group.keys, ids)
     if keep is not None:
         score = score.masked_fill(~keep, -torch.inf)
-    is_best = score == score.amax(dim=-1, keepdim=True)
-    return ids.masked_fill(~is_best, torch.iinfo(torch.int64).max).amin(dim=-1)
+    best = score.amax(dim=-1, keepdim=True)
+    return best[:, 0], ids.masked_fill(score != best, torch.iinfo(torch.int64).max).amin(dim=-1)
 
 
 def _mass(scaled: torch.Tensor) -> torch.Tensor:

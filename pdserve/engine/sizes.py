@@ -1,9 +1,21 @@
-"""How many blocks a KV pool gets."""
+"""How many blocks a KV pool gets, and how large steps become."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from pdserve.errors import ConfigError
 from pdserve.kv_layout import KvLayout
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepLimits:
+    """The largest steps that a worker computes."""
+
+    max_tokens: int
+    """Tokens of prompts in one step."""
+    max_rows: int
+    """Tokens that are drawn in one step."""
 
 
 def pool_blocks(layout: KvLayout, num_blocks: int | None, kv_cache_bytes: int | None) -> int:

@@ -15,6 +15,7 @@ from pdserve.engine.batch import Batch
 from pdserve.engine.block_pool import BlockPool, CudaStaging, StagedBlockStore
 from pdserve.engine.device import to_host, upload
 from pdserve.engine.engine import LayerWatch
+from pdserve.engine.graphs import StepGraphs
 from pdserve.engine.host_store import HostBlockStore
 from pdserve.engine.llama import Llama, StepInputs
 from pdserve.engine.logprobs import raw_logprobs
@@ -30,8 +31,18 @@ SCORED_ROWS = 128
 class TorchEngine:
     """Implements `Engine`."""
 
-    def __init__(self, config: ModelConfig, model: Llama, pool: BlockPool, attention: AttentionBackend) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        model: Llama,
+        pool: BlockPool,
+        attention: AttentionBackend,
+        graphs: StepGraphs | None = None,
+    ) -> None:
+        """`graphs` are of this model and pool; the last block of the pool, and no other, is scratch for them."""
+        assert graphs is None or graphs.scratch_block == pool.num_blocks - 1, "no such scratch block"
         self._config = config
+        self._graphs = graphs
         self._model = model
         self._pool = pool
         self._attention = attention
@@ -56,7 +67,7 @@ class TorchEngine:
     @property
     def num_blocks(self) -> int:
         """Blocks in the KV pool."""
-        return self._pool.num_blocks
+        return self._pool.num_blocks if self._graphs is None else self._graphs.scratch_block
 
     @property
     def store(self) -> KvBlockStore:
@@ -95,19 +106,30 @@ class TorchEngine:
         return raw_logprobs(slices, scoring.target_ids, int(scoring.num_top.max()), self._device)
 
     def _compute(self, batch: Batch, watch: LayerWatch | None = None) -> torch.Tensor:
-        # On a GPU an index out of range kills the context, and with it every request.
-        assert batch.token_ids.min() >= 0 and batch.token_ids.max() < self._config.vocab_size, "no such token id"
-        assert batch.positions.max() < self._model.num_positions, "no such position"
-        assert batch.slot_mapping.max() < self.num_blocks * self.layout.block_size, "no such block"
-        inputs = StepInputs.upload(batch, self.layout.block_size, self._device)
-        step_attention = self._attention.plan(batch, self.layout.block_size, self._device)
-        progress = _Progress(watch or NOBODY, self._staging)
-        hidden = self._model.forward(inputs, self._pool, step_attention, progress.after_layers)
+        check_batch(batch, self._config, self._model.num_positions, self.num_blocks * self.layout.block_size)
+        progress = StepProgress(watch or NOBODY, self._staging)
+        hidden = None
+        # A graph tells nobody how far it has come.
+        if self._graphs is not None and (watch is None or watch.layers in ((), (self._config.num_layers,))):
+            rows = self._graphs.run(batch)
+            hidden = None if rows is None else rows[upload(batch.output_rows, self._device)]
+        if hidden is None:
+            inputs = StepInputs.upload(batch, self.layout.block_size, self._device)
+            step_attention = self._attention.plan(batch, self.layout.block_size, self._device)
+            hidden = self._model.forward(inputs, self._pool, step_attention, progress.after_layers)
         progress.submitted(self._config.num_layers)
         return hidden
 
 
-class _Progress:
+def check_batch(batch: Batch, config: ModelConfig, num_positions: int, num_slots: int) -> None:
+    """Assert that all that the batch points to exists: on a GPU an index out of range kills the context, and with it
+    every request."""
+    assert batch.token_ids.min() >= 0 and batch.token_ids.max() < config.vocab_size, "no such token id"
+    assert batch.positions.max() < num_positions, "no such position"
+    assert batch.slot_mapping.max() < num_slots, "no such block"
+
+
+class StepProgress:
     """Tells whoever watches a step when layers are complete, which on a GPU is long after they were submitted."""
 
     def __init__(self, watch: LayerWatch, staging: CudaStaging | None) -> None:

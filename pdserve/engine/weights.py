@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
 from pdserve.model.config import ModelConfig
 from pdserve.model.names import EMBEDDING, FINAL_NORM, LM_HEAD, expected_tensors
-from pdserve.model.source import ModelSource
+from pdserve.model.tensors import Float32Array
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -50,12 +51,26 @@ class LlamaWeights:
     """[vocab, H]; the embedding itself where they are tied."""
 
 
+class TensorSource(Protocol):
+    """A `ModelSource`, or the part of one that a rank has."""
+
+    @property
+    def config(self) -> ModelConfig:
+        """Of these tensors."""
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Shape of `tensor(name)`, without touching its data."""
+
+    def tensor(self, name: str) -> Float32Array:
+        """One tensor; the array is the caller's own."""
+
+
 def num_parameters(config: ModelConfig) -> int:
     """Numbers that `load_weights` will hold."""
     return sum(math.prod(shape) for _, shape in expected_tensors(config))
 
 
-def load_weights(source: ModelSource, dtype: torch.dtype, device: torch.device) -> LlamaWeights:
+def load_weights(source: TensorSource, dtype: torch.dtype, device: torch.device) -> LlamaWeights:
     """Read all tensors of `source`; one float32 tensor at a time is held beside the result.
 
     `source` has already checked that every tensor is there, in the right shape.

@@ -30,6 +30,10 @@ MAX_WAIT_S: Final = 2.0
 """How long a step may wait for the mask of one row: far longer than any takes that is within the limits of a grammar,
 unless the machine is in trouble."""
 
+_TICK_S: Final = 0.1
+"""What counts of the wait at a time. A process that was stopped, or got no core, has made nothing meanwhile; for its
+request the wait has not even begun."""
+
 MAX_WAIT_FOR_DRAFT_S: Final = 0.02
 """The same for all masks of a draft: many times what they take, and less than a pause that anybody would notice."""
 
@@ -52,6 +56,8 @@ class SequenceGrammars:
         self._states: dict[HandoffId, GrammarState] = {}
         self._making: dict[HandoffId, Future[tuple[Mask, GrammarState]]] = {}
         """The newest mask of each job, and a copy of the state that it was made in."""
+        self._drafting: dict[HandoffId, Future[tuple[Mask, GrammarState]]] = {}
+        """The same for the next token of jobs that are drafted for, until the step that draws it is planned."""
         self._meaningful: dict[HandoffId, int] = {}
         self._failed: dict[HandoffId, PdServeError] = {}
         self._threads: ThreadPoolExecutor | None = None
@@ -87,15 +93,29 @@ class SequenceGrammars:
         if job.grammar is None:
             return None
         key = HandoffId(job.request_id, job.attempt)
+        making = self._drafting.pop(key) if key in self._drafting else self._make(job, output_index, newest)
+        self._making[key] = making
+        return lambda: self._result(key, making)
+
+    def while_drafting(self, job: GenerationJob, output_index: int, newest: Sequence[int]) -> DraftMasks | None:
+        """What a draft for output token number `output_index` and those after it may consist of; None without a
+        grammar. Arguments as in `allowed`, which has to be called for the same token later."""
+        if job.grammar is None:
+            return None
+        key = HandoffId(job.request_id, job.attempt)
+        if key not in self._drafting:
+            self._drafting[key] = self._make(job, output_index, newest)
+        return DraftMasks(self._drafting[key], job.min_new_tokens - output_index, self._vocab_size)
+
+    def _make(self, job: GenerationJob, output_index: int, newest: Sequence[int]) -> Future[tuple[Mask, GrammarState]]:
+        key = HandoffId(job.request_id, job.attempt)
         state = self._states[key]
         missing = output_index - state.num_tokens
         assert 0 <= missing <= len(newest), f"{key} has {state.num_tokens} of {output_index} tokens"
         tokens = tuple(newest[len(newest) - missing :])
-        may_stop = output_index >= job.min_new_tokens
         if self._threads is None:
             self._threads = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="grammar-mask")
-        making = self._making[key] = self._threads.submit(_make_mask, state, tokens, may_stop)
-        return lambda: self._result(key, making)
+        return self._threads.submit(_make_mask, state, tokens, output_index >= job.min_new_tokens)
 
     def allowed_along(
         self, job: GenerationJob, output_index: int, newest: Sequence[int], draft: Sequence[int]
@@ -127,6 +147,7 @@ class SequenceGrammars:
         """The job is over."""
         self._states.pop(key, None)
         self._making.pop(key, None)
+        self._drafting.pop(key, None)
 
     def close(self) -> None:
         """Start nothing more; what runs ends by itself."""
@@ -146,7 +167,7 @@ class SequenceGrammars:
         """The step has other rows, which go on when this one fails."""
         error: BaseException | None
         try:
-            error = making.exception(MAX_WAIT_S)
+            error = _ended_with(making)
         except TimeoutError:
             error = InvalidRequestError(
                 f"grammar: too complex: it took longer than {MAX_WAIT_S:g} s to see which token may come next",
@@ -172,7 +193,54 @@ class SequenceGrammars:
         return self._anything()
 
     def _anything(self) -> Mask:
-        return np.full(num_words(self._vocab_size), 0xFFFFFFFF, np.uint32)
+        return _any_token(self._vocab_size)
+
+
+class DraftMasks:
+    """Masks along a draft that is being made, for one thread. A mask that cannot be told in time allows everything:
+    what is drafted is judged by those of the step."""
+
+    def __init__(self, first: Future[tuple[Mask, GrammarState]], num_before_stop: int, vocab_size: int) -> None:
+        """`first` gives the mask for the first token, and the state, which stays as it is. The draft may end the output
+        after `num_before_stop` tokens."""
+        self._first = first
+        self._num_before_stop = num_before_stop
+        self._vocab_size = vocab_size
+        self._state: GrammarState | None = None
+        self._num_followed = 0
+        self._is_lost = False
+
+    def after(self, draft: Sequence[int]) -> Mask:
+        """What may come after `draft`, which begins as in the call before."""
+        if self._is_lost:
+            return _any_token(self._vocab_size)
+        try:
+            if self._state is None:
+                self._state = self._first.result(MAX_WAIT_FOR_DRAFT_S)[1].copy()
+            for token_id in draft[self._num_followed :]:
+                self._state.advance(token_id)
+            self._num_followed = len(draft)
+            return self._state.mask(may_stop=len(draft) >= self._num_before_stop)
+        except (TimeoutError, PdServeError):
+            self._is_lost = True  # told of by the step, if the output comes to this place
+            return _any_token(self._vocab_size)
+
+
+def _ended_with(making: Future[tuple[Mask, GrammarState]]) -> BaseException | None:
+    """None: well. Raises TimeoutError after MAX_WAIT_S in which it could have been made."""
+    waited_s = 0.0
+    while True:
+        tick_s = min(_TICK_S, MAX_WAIT_S - waited_s)
+        try:
+            return making.exception(tick_s)
+        except TimeoutError:
+            waited_s += tick_s
+            if waited_s >= MAX_WAIT_S:
+                raise
+
+
+def _any_token(vocab_size: int) -> Mask:
+    return np.full(num_words(vocab_size), 0xFFFFFFFF, np.uint32)
 
 
 def _make_masks_ahead(

@@ -44,6 +44,15 @@ ATTEMPTS: Final = counter(
 RETRIES: Final = counter(
     "pdserve_router_retries_total", "Attempts that failed and were followed by another, by code of the error", "cause"
 )
+RETRIES_REFUSED: Final = counter(
+    "pdserve_router_retries_refused_total",
+    "Attempts that failed and were followed by no other because router.retry_budget was used up, by code of the error",
+    "cause",
+)
+RETRY_BUDGET: Final = gauge(
+    "pdserve_router_retry_budget_attempts",
+    "Attempts after the first that router.retry_budget would let be made at once; below 0 so many wait for it",
+)
 RECOVERIES: Final = counter(
     "pdserve_router_recoveries_total",
     "Outputs that finished although an attempt had failed, by code of the last such error",
@@ -180,7 +189,8 @@ INDEX_BLOCKS: Final = gauge("pdserve_router_index_blocks", "Distinct KV blocks i
 DRAINING: Final = gauge("pdserve_router_draining", "1 while no new request is taken because the router stops")
 
 ROUTER_METRICS: Final = (
-    BUILD_INFO, REQUESTS, REJECTIONS, STRANGERS, ACTIVE, ATTEMPTS, RETRIES, RECOVERIES, TAKEOVERS, STALE_EVENTS,
+    BUILD_INFO, REQUESTS, REJECTIONS, STRANGERS, ACTIVE, ATTEMPTS, RETRIES, RETRIES_REFUSED,
+    RETRY_BUDGET, RECOVERIES, TAKEOVERS, STALE_EVENTS,
     TTFT, TPOT, ITL, E2E, PHASES,
     PROMPT_TOKENS, CACHED_TOKENS, FETCHED_TOKENS, PREDICTED_CACHED_TOKENS, COMPLETION_TOKENS,
     PROMPT_LENGTH, OUTPUT_LENGTH,

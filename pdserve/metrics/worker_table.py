@@ -15,6 +15,9 @@ from pdserve.metrics.definitions import (
 )
 
 BUILD_INFO: Final = gauge("pdserve_worker_build_info", "Always 1; what runs here", "version", "worker", "model")
+ENGINE_RANKS: Final = gauge(
+    "pdserve_worker_engine_ranks", "Processes that compute together: engine.tensor_parallel of the worker"
+)
 
 STEP: Final = histogram(
     "pdserve_worker_step_seconds", "Forward passes, sampling included", buckets=(0.0005, *TOKEN_GAP_BUCKETS, 5.0, 10.0)
@@ -56,6 +59,12 @@ DRAFT_TOKENS: Final = counter(
     "Decode workers: tokens drafted, by outcome: accepted (each saved its sequence a step) or rejected",
     "outcome",
 )
+DRAFT_MODEL_TOKENS: Final = counter(
+    "pdserve_worker_draft_model_tokens_total",
+    "Decode workers: what the draft model has computed, by kind: caught_up (KV of tokens that were there already), "
+    "drafted",
+    "kind",
+)
 
 HANDOFFS: Final = counter(
     "pdserve_worker_handoffs_total", "Hand-offs of KV that ended here, by outcome: committed or failed", "outcome"
@@ -91,15 +100,16 @@ FETCHES: Final = counter(
 FETCHED_BYTES: Final = counter("pdserve_worker_fetched_bytes_total", "KV that came from other workers' caches")
 STRANGERS: Final = counter(
     "pdserve_worker_strangers_total",
-    "Connections and calls refused because of who made them, by port (grpc, metrics) and reason: handshake (no TLS, or "
-    "an untrusted certificate), role",
+    "Connections and calls refused because of who made them, by port (grpc, metrics, and the KV transports local and "
+    "tcp) and reason: handshake (no TLS, or an untrusted certificate), role, remote (a drain from another machine, "
+    "without TLS), token (no token of an open KV link)",
     "port", "reason",
 )  # fmt: skip
 DRAINING: Final = gauge("pdserve_worker_draining", "1 while no new request is taken because the worker stops")
 
 WORKER_METRICS: Final = (
-    BUILD_INFO, STEP, STEP_SEQUENCES, STEP_TOKENS, STEP_FAILURES, STEP_RUNNING, TOKENS,
-    REQUESTS, QUEUED_TOKENS, BLOCKS, BLOCK_TOKENS, PREEMPTIONS, DRAFT_TOKENS,
+    BUILD_INFO, ENGINE_RANKS, STEP, STEP_SEQUENCES, STEP_TOKENS, STEP_FAILURES, STEP_RUNNING, TOKENS,
+    REQUESTS, QUEUED_TOKENS, BLOCKS, BLOCK_TOKENS, PREEMPTIONS, DRAFT_TOKENS, DRAFT_MODEL_TOKENS,
     HANDOFFS, HANDOFFS_LIVE, HANDOFF_TIME, LINKS,
     TRANSFER_BYTES, TRANSFER_CHUNKS, TRANSFER_ERRORS, TRANSFER_FALLBACKS, FETCHES, FETCHED_BYTES, STRANGERS, DRAINING,
 )  # fmt: skip

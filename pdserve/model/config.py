@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from pdserve.kv_window import KvWindow
 from pdserve.model.fields import Fields
 from pdserve.model.rope_scaling import RopeScaling
 
@@ -50,6 +51,12 @@ class ModelConfig:
     qk_norm: bool = False
     """Queries and keys get an RMSNorm over each head, one weight [head_dim] for all heads of a kind, before rotary
     embedding (Qwen3)."""
+    layer_windows: tuple[int, ...] = ()
+    """Of each layer how many keys a query sees, the last ones with its own; 0 is all of them. Empty if every layer sees
+    all."""
+    attention_sinks: int = 0
+    """Leading positions that every query sees beside its window. Only where every layer has one; a query beyond the
+    window is compared with them as if it were at position `attention_sinks` + window - 1."""
     rope_scaling: RopeScaling | None = None
     """How rotary embedding is stretched. Engines do not look at it: `pdserve.model.rope` has the tables."""
 
@@ -62,6 +69,16 @@ class ModelConfig:
     def kv_size(self) -> int:
         """Width of the keys, and of the values, of one token, all heads."""
         return self.num_kv_heads * self.head_dim
+
+    def window(self, layer: int) -> int:
+        """Keys that a query of this layer sees; 0 is all of them."""
+        return self.layer_windows[layer] if self.layer_windows else 0
+
+    @property
+    def kv_window(self) -> KvWindow:
+        """Which KV some layer may still read."""
+        full = not self.layer_windows or 0 in self.layer_windows
+        return KvWindow(0 if full else max(self.layer_windows), self.attention_sinks)
 
     def require_consistent(self, fields: Fields, keys: Mapping[str, str]) -> None:
         """Raise ModelLoadError if the numbers contradict each other.

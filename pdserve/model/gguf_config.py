@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import numpy as np
+
 from pdserve.model.config import ModelConfig
 from pdserve.model.fields import Fields
 from pdserve.model.gguf import GgufFile
@@ -47,7 +49,8 @@ def read_gguf_config(file: GgufFile) -> ModelConfig:
     if embedding is None:
         f.fail("tensor 'token_embd.weight'", "is missing")
     context_length = f.integer(f"{arch}.context_length")
-    _refuse_unsupported(f, arch, context_length)
+    _refuse_unsupported(f, arch)
+    num_layers = f.integer(f"{arch}.block_count")
     vocab_size = embedding.shape[0]
     hidden_size = f.integer(f"{arch}.embedding_length")
     num_heads = f.integer(f"{arch}.attention.head_count")
@@ -60,7 +63,7 @@ def read_gguf_config(file: GgufFile) -> ModelConfig:
         vocab_size=vocab_size,
         hidden_size=hidden_size,
         intermediate_size=f.integer(f"{arch}.feed_forward_length"),
-        num_layers=f.integer(f"{arch}.block_count"),
+        num_layers=num_layers,
         num_heads=num_heads,
         num_kv_heads=f.integer(f"{arch}.attention.head_count_kv", num_heads),
         head_dim=head_dim,
@@ -73,6 +76,7 @@ def read_gguf_config(file: GgufFile) -> ModelConfig:
         qkv_bias=arch == "qwen2" or (arch == "llama" and "blk.0.attn_q.bias" in file.tensors),
         output_bias=arch == "llama" and "blk.0.attn_output.bias" in file.tensors,
         qk_norm=arch == "qwen3",
+        layer_windows=_read_windows(f, arch, num_layers, context_length),
         rope_scaling=scaling,
     )
     keys = {
@@ -89,16 +93,26 @@ def read_gguf_config(file: GgufFile) -> ModelConfig:
     return config
 
 
-def _refuse_unsupported(f: Fields, arch: str, context_length: int) -> None:
+def _refuse_unsupported(f: Fields, arch: str) -> None:
     f.only("split.count", [0, 1], "this is one part of a split model; merge the parts (llama-gguf-split --merge) first")
     f.only(f"{arch}.attention.causal", [True], "only causal attention is supported")
     for key, why in _OFF_KEYS.items():
         f.only(f"{arch}.{key}", [0], why)
-    key = f"{arch}.attention.sliding_window"
-    window = f.optional_integer(key, minimum=0)
-    # A window at least as long as the longest sequence is none.
-    if window and window < context_length:
-        f.fail(key, f"is {window}: sliding windows shorter than the context are not supported")
+
+
+def _read_windows(f: Fields, arch: str, num_layers: int, context_length: int) -> tuple[int, ...]:
+    """Window of each layer, 0 for none; empty if no layer has one. In files all layers have it, or those that a list of
+    true and false names. A window at least as long as the longest sequence is none."""
+    window = f.optional_integer(f"{arch}.attention.sliding_window", minimum=0)
+    if not window or window >= context_length:
+        return ()
+    key = f"{arch}.attention.sliding_window_pattern"
+    pattern = f.raw(key)
+    if pattern is None:
+        return (window,) * num_layers
+    if not (isinstance(pattern, np.ndarray) and pattern.dtype == np.bool_ and pattern.shape == (num_layers,)):
+        f.fail(key, f"must be {num_layers} times true or false, one for each layer")
+    return tuple(window if slides else 0 for slides in pattern) if pattern.any() else ()
 
 
 def _read_head_dim(f: Fields, arch: str, hidden_size: int, num_heads: int) -> int:

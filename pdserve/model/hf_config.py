@@ -31,19 +31,23 @@ class _Family:
     qkv_bias: bool = False
     """Queries, keys and values have biases in any case."""
     qk_norm: bool = False
+    has_windows: bool = False
+    """`sliding_window` counts."""
     default_window: int | None = None
     """What a missing `sliding_window` means; null means none in any case."""
     window_is_optional: bool = False
-    """`sliding_window` counts only with `use_sliding_window`, and for layers from `max_window_layers` on."""
+    """`sliding_window` counts only with `use_sliding_window`, and for the layers that `layer_types` names or, without
+    it, those from `max_window_layers` on."""
 
 
 _FAMILIES = {
     "llama": _Family(class_name="LlamaForCausalLM", kv_heads_optional=True, reads_attention_bias=True),
-    "mistral": _Family(class_name="MistralForCausalLM", kv_heads_optional=False, default_window=4096),
+    "mistral": _Family(class_name="MistralForCausalLM", kv_heads_optional=False, has_windows=True, default_window=4096),
     "qwen2": _Family(
         class_name="Qwen2ForCausalLM",
         kv_heads_optional=False,
         qkv_bias=True,
+        has_windows=True,
         default_window=4096,
         window_is_optional=True,
     ),
@@ -53,10 +57,11 @@ _FAMILIES = {
         head_dim=128,
         reads_attention_bias=True,
         qk_norm=True,
+        has_windows=True,
         default_window=4096,
         window_is_optional=True,
     ),
-    "phi3": _Family(class_name="Phi3ForCausalLM", kv_heads_optional=True),
+    "phi3": _Family(class_name="Phi3ForCausalLM", kv_heads_optional=True, has_windows=True),
 }
 """By model_type. All compute the same thing once these differences are fields of the configuration."""
 
@@ -89,7 +94,6 @@ def read_hf_config(file: Path, raw: Mapping[str, object], generation: Fields | N
     num_heads = f.integer("num_attention_heads")
     rope = read_hf_rope(f)
     _refuse_unsupported(f)
-    _refuse_window(f, family, rope.max_position_embeddings)
     bos_token_id = f.optional_integer("bos_token_id", minimum=0)
     eos_token_ids = f.token_ids("eos_token_id")
     if generation is not None:
@@ -116,6 +120,7 @@ def read_hf_config(file: Path, raw: Mapping[str, object], generation: Fields | N
         qkv_bias=family.qkv_bias or attention_bias,
         output_bias=attention_bias,
         qk_norm=family.qk_norm,
+        layer_windows=_read_windows(f, family, rope.max_position_embeddings),
         rope_scaling=rope.scaling,
     )
     config.require_consistent(f, _KEYS)
@@ -160,18 +165,40 @@ def _refuse_unsupported(f: Fields) -> None:
         f.fail("quantization_config", "is set: quantised Hugging Face checkpoints are not supported")
 
 
-def _refuse_window(f: Fields, family: _Family, max_position: int) -> None:
-    """A window at least as long as the longest sequence is none; any other would have to be honoured."""
-    why = "sliding windows shorter than the context are not supported"
+def _read_windows(f: Fields, family: _Family, max_position: int) -> tuple[int, ...]:
+    """Window of each layer, 0 for none; empty if no layer has one.
+
+    A window at least as long as the longest sequence is none.
+    """
+    num_layers = f.integer("num_hidden_layers")
+    slides = _sliding_layers(f, family, num_layers)
+    if not any(slides):
+        return ()
+    window = f.optional_integer("sliding_window") if "sliding_window" in f else family.default_window
+    if window is None and f.raw("layer_types") is not None:
+        f.fail("sliding_window", "is null, but layer_types has sliding_attention")
+    if window is None or window >= max_position:
+        return ()
+    return tuple(window if slide else 0 for slide in slides)
+
+
+def _sliding_layers(f: Fields, family: _Family, num_layers: int) -> list[bool]:
+    """Which layers have the window, if there is one."""
     layer_types = f.raw("layer_types")
-    if layer_types is not None and not (isinstance(layer_types, list) and set(layer_types) <= {"full_attention"}):
-        f.fail("layer_types", f"has layers without full attention: {why}")
-    if family.window_is_optional:
-        enabled = f.boolean("use_sliding_window", default=False)
-        first_layer = f.integer("max_window_layers", 28, minimum=0)
-        if not enabled or layer_types is not None or first_layer >= f.integer("num_hidden_layers"):
-            return
-    given = "sliding_window" in f
-    window = f.optional_integer("sliding_window") if given else family.default_window
-    if window is not None and window < max_position:
-        f.fail("sliding_window", f"is {window if given else f'missing, which means {window}'}: {why}")
+    if not family.window_is_optional:
+        if layer_types is not None and not (isinstance(layer_types, list) and set(layer_types) <= {"full_attention"}):
+            f.fail("layer_types", "has layers without full attention, which this model_type does not read")
+        return [family.has_windows] * num_layers
+    enabled = f.boolean("use_sliding_window", default=False)
+    if layer_types is None:
+        first = f.integer("max_window_layers", 28, minimum=0)
+        return [enabled and layer >= first for layer in range(num_layers)]
+    known = {"full_attention", "sliding_attention"}
+    if not (isinstance(layer_types, list) and all(isinstance(t, str) and t in known for t in layer_types)):
+        f.fail("layer_types", f"must be a list of {' and '.join(sorted(known))}, got {layer_types!s:.80}")
+    if len(layer_types) != num_layers:
+        f.fail("layer_types", f"names {len(layer_types)} layers, but num_hidden_layers is {num_layers}")
+    slides = [layer_type == "sliding_attention" for layer_type in layer_types]
+    if any(slides) and not enabled:
+        f.fail("layer_types", "has sliding_attention, but use_sliding_window is false")
+    return slides

@@ -7,6 +7,7 @@ the same way.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections.abc import Mapping
 from functools import cached_property
@@ -51,6 +52,7 @@ class ModelSource:
         self.path = path
         """The GGUF file or Hugging Face directory."""
         self.config = config
+        self._stored_config = config
         self.gguf_metadata = gguf_metadata
         """All keys of a GGUF file, None for a directory."""
         self.hf_dir = hf_dir
@@ -63,9 +65,15 @@ class ModelSource:
         """Digest of configuration, weights and vocabulary: equal for the same files, different for other weights or
         other tokens. Raises ModelLoadError if the vocabulary cannot be read."""
         try:
-            return fingerprint(self.config, self._tensors.values(), self._vocabulary())
+            return fingerprint(self._stored_config, self._tensors.values(), self._vocabulary())
         finally:
             self.drop_pages()
+
+    def with_config(self, config: ModelConfig) -> ModelSource:
+        """The same weights and vocabulary, with the same fingerprint, to be computed as `config` says."""
+        other = copy.copy(self)
+        other.config = config
+        return other
 
     def _vocabulary(self) -> bytes:
         """What says which token each row of the embedding is; empty for a model without a tokenizer."""

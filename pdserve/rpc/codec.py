@@ -7,8 +7,10 @@ import json
 import time
 from collections.abc import Sequence
 
+from pdserve.addresses import check_address
 from pdserve.errors import InvalidRequestError
 from pdserve.kv_layout import AXIS_ORDERS, DTYPE_NBYTES, KvLayout, axis_order
+from pdserve.kv_window import KvWindow
 from pdserve.rpc.v1 import common_pb2 as pb
 from pdserve.rpc.v1 import worker_pb2
 from pdserve.types import (
@@ -80,6 +82,7 @@ def job_to_proto(job: GenerationJob, now: float | None = None) -> pb.GenerationJ
         cache_salt=job.cache_salt,
         priority=job.priority,
         traceparent=job.traceparent,
+        max_draft_tokens=job.max_draft_tokens,
     )
 
 
@@ -134,6 +137,7 @@ def job_from_proto(message: pb.GenerationJob, now: float | None = None) -> Gener
         cache_salt=message.cache_salt,
         priority=message.priority,
         traceparent=message.traceparent,
+        max_draft_tokens=message.max_draft_tokens if message.HasField("max_draft_tokens") else None,
     )
 
 
@@ -219,6 +223,8 @@ def layout_to_proto(layout: KvLayout) -> pb.KvLayout:
         v_order=layout.v_order,
         numerics=layout.numerics,
         head_cuts=layout.head_cuts,
+        window=layout.window.size,
+        sinks=layout.window.sinks,
     )
 
 
@@ -241,6 +247,16 @@ def layout_from_proto(message: pb.KvLayout) -> KvLayout:
         raise InvalidRequestError(
             f"kv_layout.{field}: must be one of {list(AXIS_ORDERS)}, got {order!r}", field=f"kv_layout.{field}"
         )
+    if "dim/4,token,4" in (k_order, v_order) and message.head_dim % 4:
+        raise InvalidRequestError(
+            f"kv_layout.head_dim: must be a multiple of 4 with this order of axes, got {message.head_dim}",
+            field="kv_layout.head_dim",
+        )
+    if message.window < 0 or message.sinks < 0 or (message.sinks and not message.window):
+        raise InvalidRequestError(
+            f"kv_layout.window: {message.window} keys and {message.sinks} sinks; sinks need a window",
+            field="kv_layout.window",
+        )
     cuts = (0, *message.head_cuts, message.num_kv_heads)
     if any(cut >= after for cut, after in itertools.pairwise(cuts)):
         raise InvalidRequestError(
@@ -257,6 +273,7 @@ def layout_from_proto(message: pb.KvLayout) -> KvLayout:
         v_order=v_order,
         numerics=message.numerics,
         head_cuts=tuple(message.head_cuts),
+        window=KvWindow(message.window, message.sinks),
     )
 
 
@@ -281,7 +298,7 @@ def worker_info_to_proto(info: WorkerInfo) -> pb.WorkerInfo:
 
 
 def worker_info_from_proto(message: pb.WorkerInfo) -> WorkerInfo:
-    """Raises InvalidRequestError for an unknown role or an impossible layout."""
+    """Raises InvalidRequestError for an unknown role, an impossible layout, or an address that is none."""
     try:
         role = Role(message.role)
     except ValueError:
@@ -372,8 +389,9 @@ def target_to_proto(target: DecodeTarget) -> worker_pb2.DecodeTarget:
 
 
 def target_from_proto(message: worker_pb2.DecodeTarget) -> DecodeTarget:
-    """Field by field."""
-    return DecodeTarget(worker_id=message.worker_id, incarnation=message.incarnation, address=message.address)
+    """Raises InvalidRequestError for an address that is none."""
+    address = check_address(message.address, "decode.address")
+    return DecodeTarget(worker_id=message.worker_id, incarnation=message.incarnation, address=address)
 
 
 def holder_to_proto(holder: PrefixHolder) -> worker_pb2.PrefixHolder:
@@ -387,10 +405,10 @@ def holder_to_proto(holder: PrefixHolder) -> worker_pb2.PrefixHolder:
 
 
 def holder_from_proto(message: worker_pb2.PrefixHolder) -> PrefixHolder:
-    """Field by field."""
+    """Raises InvalidRequestError for an address that is none."""
     return PrefixHolder(
         worker_id=message.worker_id,
         incarnation=message.incarnation,
-        address=message.address,
+        address=check_address(message.address, "prefix_holders.address"),
         num_tokens=message.num_tokens,
     )

@@ -14,6 +14,7 @@ from typing import Any, NoReturn, cast
 
 import grpc
 from google.protobuf import duration_pb2
+from google.protobuf.message import DecodeError
 from google.rpc import code_pb2, error_details_pb2, status_pb2
 from grpc_status import rpc_status
 
@@ -115,7 +116,11 @@ async def _abort(context: grpc.aio.ServicerContext[Any, Any], error: BaseExcepti
 
 
 class ErrorInterceptor(grpc.aio.ServerInterceptor):
-    """Turns what a servicer raises into a rich status; an unexpected exception is logged once and becomes INTERNAL."""
+    """Turns what a servicer raises into a rich status; an unexpected exception is logged once and becomes INTERNAL.
+
+    Bytes that are no message are the caller's error like any other: INVALID_ARGUMENT. To gRPC itself they are a bug of
+    the server, with a traceback in its log for each, so messages are read here.
+    """
 
     async def intercept_service(
         self,
@@ -135,7 +140,7 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
                 if handler.request_streaming
                 else grpc_any.unary_stream_rpc_method_handler
             )
-            wrapped: Any = _guard_stream(stream, method)
+            wrapped: Any = _guard_stream(stream, method, _reader(handler, method))
         else:
             unary: Any = handler.stream_unary if handler.request_streaming else handler.unary_unary
             make = (
@@ -143,20 +148,43 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
                 if handler.request_streaming
                 else grpc_any.unary_unary_rpc_method_handler
             )
-            wrapped = _guard_unary(unary, method)
-        result: grpc.RpcMethodHandler[Any, Any] = make(
-            wrapped, handler.request_deserializer, handler.response_serializer
-        )
+            wrapped = _guard_unary(unary, method, _reader(handler, method))
+        result: grpc.RpcMethodHandler[Any, Any] = make(wrapped, None, handler.response_serializer)
         return result
 
 
 _PASS = (asyncio.CancelledError, grpc.aio.AbortError)
 
 
-def _guard_stream(stream: Any, method: str) -> Callable[[Any, Any], AsyncIterator[Any]]:
+def _client_gone(error: grpc.aio.InternalError, method: str) -> asyncio.CancelledError:
+    """For what gRPC raises in a handler whose client is gone: an answer failed before it had noticed that itself."""
+    log.debug("the client of %s was gone when it was answered: %s", method, error)
+    return asyncio.CancelledError("the client is gone")
+
+
+def _reader(handler: grpc.RpcMethodHandler[Any, Any], method: str) -> Callable[[Any], Any]:
+    """Makes what a servicer is given of what gRPC has: a message of bytes, or a stream of one of the other."""
+    deserialize: Any = handler.request_deserializer
+
+    def read(data: bytes) -> Any:
+        try:
+            return deserialize(data)
+        except (DecodeError, ValueError) as error:
+            raise errors.InvalidRequestError(f"{method}: {len(data)} bytes are no message of it: {error}") from error
+
+    async def read_all(stream: AsyncIterator[bytes]) -> AsyncIterator[Any]:
+        async for data in stream:
+            yield read(data)
+
+    if deserialize is None:
+        return lambda request: request
+    return read_all if handler.request_streaming else read
+
+
+def _guard_stream(stream: Any, method: str, read: Callable[[Any], Any]) -> Callable[[Any, Any], AsyncIterator[Any]]:
     async def streaming(request: Any, context: Any) -> AsyncIterator[Any]:
         try:
-            responses = stream(request, context)
+            responses = stream(read(request), context)
             if inspect.isawaitable(responses):
                 await responses  # a handler that writes to the context itself
                 return
@@ -164,18 +192,22 @@ def _guard_stream(stream: Any, method: str) -> Callable[[Any, Any], AsyncIterato
                 yield response
         except _PASS:
             raise
+        except grpc.aio.InternalError as error:
+            raise _client_gone(error, method) from error
         except Exception as error:
             await _abort(context, error, method)
 
     return streaming
 
 
-def _guard_unary(unary: Any, method: str) -> Callable[[Any, Any], Awaitable[Any]]:
+def _guard_unary(unary: Any, method: str, read: Callable[[Any], Any]) -> Callable[[Any, Any], Awaitable[Any]]:
     async def single(request: Any, context: Any) -> Any:
         try:
-            return await unary(request, context)
+            return await unary(read(request), context)
         except _PASS:
             raise
+        except grpc.aio.InternalError as error:
+            raise _client_gone(error, method) from error
         except Exception as error:
             await _abort(context, error, method)
 

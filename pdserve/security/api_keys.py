@@ -45,6 +45,9 @@ class ApiKey(BaseModel):
     sha256: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
     max_requests: Annotated[int, Field(ge=1)] | None = None
     """Requests in progress at once. Default: `router.max_requests_per_key`."""
+    operator: bool = False
+    """Whether it may look after the requests of all keys: where they are and where their time went, and cancel them.
+    What is in them stays with the key that made them."""
 
 
 class _KeyFile(BaseModel):
@@ -53,12 +56,12 @@ class _KeyFile(BaseModel):
     keys: tuple[ApiKey, ...] = ()
 
 
-def new_key(name: str, max_requests: int | None = None) -> tuple[ApiKey, str]:
+def new_key(name: str, max_requests: int | None = None, *, operator: bool = False) -> tuple[ApiKey, str]:
     """An entry, and the key itself, which nobody can find out again. Raises ConfigError for a name or a bound that no
     entry can have."""
     key_id, secret = secrets.token_hex(6), secrets.token_urlsafe(32)
     try:
-        entry = ApiKey(id=key_id, name=name, sha256=_digest(secret), max_requests=max_requests)
+        entry = ApiKey(id=key_id, name=name, sha256=_digest(secret), max_requests=max_requests, operator=operator)
     except ValidationError as error:
         (first, *_) = error.errors(include_url=False)
         raise ConfigError(f"{first['loc'][0]}: {first['msg']}, got {first['input']!r}") from error
@@ -87,7 +90,7 @@ def read_keys(path: Path) -> tuple[ApiKey, ...]:
 
 def write_keys(path: Path, keys: Sequence[ApiKey]) -> None:
     """Replace the file at once, readable by its owner alone. Raises ConfigError."""
-    tree = {"keys": [key.model_dump(exclude_none=True) for key in keys]}
+    tree = {"keys": [key.model_dump(exclude_none=True, exclude_defaults=True) for key in keys]}
     try:
         descriptor, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
         try:

@@ -47,6 +47,8 @@ class _Entry:
     num_outputs: int
     resume: bytes = b""
     """What another router needs to go on with it; empty: it cannot."""
+    tenant: bytes = b""
+    """See RequestRecord."""
     epoch: int = 1
     state: RequestState = RequestState.QUEUED
     attempt: int = 1
@@ -124,18 +126,20 @@ class RequestJournal:
         num_outputs: int = 0,
         unique: bool = False,
         resume: bytes = b"",
+        tenant: bytes = b"",
     ) -> None:
         """Claim `request_id` for a new request of this router. One with several outputs, each of which is claimed, is
         claimed beside them, with their number.
 
         Waits for redis once, to refuse an id that any router has; if redis is away the claim is made later, and a
         second request of that id elsewhere goes unnoticed meanwhile. `resume` is what another router needs to go on
-        with it, if that is to be possible. An id that is known to be `unique`, because this
-        process has drawn it, is claimed later in any case, and nobody waits. Raises AlreadyExistsError.
+        with it, if that is to be possible; `tenant` whose it is, see RequestRecord. An id that is known to be
+        `unique`, because this process has drawn it, is claimed later in any case, and nobody waits. Raises
+        AlreadyExistsError.
         """
         if request_id in self._entries:
             raise _in_use(request_id)
-        entry = _Entry(request_id, model, num_prompt_tokens, num_outputs, resume)
+        entry = _Entry(request_id, model, num_prompt_tokens, num_outputs, resume, tenant)
         if not self._insert(entry) or self._degraded:
             return
         if unique:
@@ -169,6 +173,7 @@ class RequestJournal:
             record.num_prompt_tokens,
             record.num_outputs,
             resume,
+            record.tenant,
             record.epoch,
             attempt=record.attempt,
             output=kept,
@@ -414,6 +419,7 @@ class RequestJournal:
             decode_worker=entry.decode_worker,
             error_code=entry.error_code,
             output_token_ids=tuple(entry.output),
+            tenant=entry.tenant,
         )
 
     def _update(self, entry: _Entry) -> RecordUpdate:

@@ -24,6 +24,9 @@ from pdserve.worker_info import WorkerInfo
 
 log = logging.getLogger(__name__)
 
+_MAX_REPORTED: Final = 1000
+"""Keys with something foreign in them that are remembered, so that each is logged once."""
+
 RENEWALS_PER_LEASE: Final = 3
 """Two renewals may be lost before the lease is."""
 
@@ -241,5 +244,7 @@ class WorkerDirectory:
 
     def _report_foreign(self, key: str, problem: str) -> None:
         if key not in self._reported:
+            if len(self._reported) >= _MAX_REPORTED:
+                self._reported.clear()
             self._reported.add(key)
             log.warning("redis key %s holds nothing of ours and is ignored: %s", key, problem)

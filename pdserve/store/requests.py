@@ -22,6 +22,10 @@ from pdserve.store.client import ScriptCall, Store, WrongTypeError
 log = logging.getLogger(__name__)
 
 _TOKEN_NBYTES: Final = 4
+_MAX_COUNT: Final = 2**31 - 1
+_MAX_TIME_MS: Final = 2**53
+_MAX_REPORTED: Final = 1000
+"""Keys with something foreign in them that are remembered, so that each is logged once."""
 
 _LUA_CREATE: Final = """
 -- KEYS: request, resume. ARGV: op, TTL in ms, what another router needs (or empty), then field, value, ...
@@ -119,6 +123,8 @@ class RequestRecord:
     created_ms: int = 0
     """Unix time by the server's clock, set by the server; so is `updated_ms`."""
     updated_ms: int = 0
+    tenant: bytes = b""
+    """Whose it is, see Ask. Empty in a record of a version that did not say."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -345,6 +351,8 @@ class RequestRecords:
 
     def _report_foreign(self, request_id: str, problem: str) -> None:
         if request_id not in self._reported:
+            if len(self._reported) >= _MAX_REPORTED:
+                self._reported.clear()
             self._reported.add(request_id)
             key = self._store.keys.request(request_id)
             log.warning("redis key %s holds nothing of ours and is ignored: %s", key, problem)
@@ -368,7 +376,16 @@ def _to_fields(record: RequestRecord) -> dict[str, str | bytes | int]:
         "decode_worker": record.decode_worker,
         "error_code": record.error_code,
         "output": _pack_tokens(record.output_token_ids),
+        "tenant": record.tenant.hex(),
     }
+
+
+def _number(stored: Mapping[bytes, bytes], name: bytes, low: int, high: int) -> int:
+    """Raises KeyError or ValueError. What is read here goes into messages whose fields hold no more."""
+    value = int(stored[name])
+    if not low <= value <= high:
+        raise ValueError(f"{name.decode()} is not between {low} and {high}")
+    return value
 
 
 def _from_fields(request_id: str, stored: Mapping[bytes, bytes]) -> RequestRecord:
@@ -379,16 +396,17 @@ def _from_fields(request_id: str, stored: Mapping[bytes, bytes]) -> RequestRecor
     return RequestRecord(
         request_id=request_id,
         owner=stored[b"owner"].decode(),
-        epoch=int(stored[b"epoch"]),
+        epoch=_number(stored, b"epoch", 1, _MAX_TIME_MS),
         state=RequestState(stored[b"state"].decode()),
-        attempt=int(stored[b"attempt"]),
+        attempt=_number(stored, b"attempt", 1, _MAX_COUNT),
         model=stored[b"model"].decode(),
-        num_prompt_tokens=int(stored[b"num_prompt_tokens"]),
-        num_outputs=int(stored[b"num_outputs"]),
+        num_prompt_tokens=_number(stored, b"num_prompt_tokens", 0, _MAX_COUNT),
+        num_outputs=_number(stored, b"num_outputs", 0, _MAX_COUNT),
         prefill_worker=stored[b"prefill_worker"].decode(),
         decode_worker=stored[b"decode_worker"].decode(),
         error_code=stored[b"error_code"].decode(),
         output_token_ids=struct.unpack(f"<{len(output) // _TOKEN_NBYTES}i", output),
-        created_ms=int(stored[b"created_ms"]),
-        updated_ms=int(stored[b"updated_ms"]),
+        created_ms=_number(stored, b"created_ms", 0, _MAX_TIME_MS),
+        updated_ms=_number(stored, b"updated_ms", 0, _MAX_TIME_MS),
+        tenant=bytes.fromhex(stored.get(b"tenant", b"").decode()),
     )

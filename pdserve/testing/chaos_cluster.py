@@ -275,6 +275,7 @@ class ChaosCluster:
             "model.path": str(self._model),
             "store.url": f"redis://{self.wires[REDIS].address}",
             "store.timeout_s": 1.0,
+            "store.poll_s": 0.1,
             "kv.num_blocks": 2048,
             "health.heartbeat_s": HEARTBEAT_S,
             "health.peer_timeout_s": PEER_TIMEOUT_S,

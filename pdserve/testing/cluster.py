@@ -26,7 +26,7 @@ def test_config(redis_url: str, cluster: str, **sections: dict[str, object]) -> 
     tree: dict[str, dict[str, object]] = {
         # Computes in float32 on the weights as they are, which is what tokens are compared with.
         "engine": {"kind": "torch"},
-        "store": {"url": redis_url, "lease_ttl_s": 2.0},
+        "store": {"url": redis_url, "lease_ttl_s": 2.0, "poll_s": 0.05},
         "health": {"heartbeat_s": 0.2, "peer_timeout_s": 1.5},
         "prefill": {"drain_timeout_s": 5.0},
         # Prompts are computed by prefill workers, unless a test is about something else.

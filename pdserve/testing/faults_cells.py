@@ -69,6 +69,8 @@ class Cell:
     kinds: tuple[TransportKind, ...] = ()
     """In place of those of the same name."""
     config: TransferConfig = CELL_CONFIG
+    shared: bool = False
+    """The pool of the prefill worker is in shared memory."""
     linger_s: float = 0.0
     """How long to go on looking after the request was decoded: for what arrives late."""
 
@@ -175,7 +177,9 @@ async def run_cell(cell: Cell, seed: int) -> Outcome:
         if cell.tcp is not None:
             via = await stack.enter_async_context(forwarder(cell.tcp))
             kinds.append(through(TRANSPORTS["tcp"], via))
-        p = await stack.enter_async_context(prefill_worker(info=info, config=cell.config, kinds=kinds))
+        p = await stack.enter_async_context(
+            prefill_worker(info=info, config=cell.config, kinds=kinds, shared=cell.shared)
+        )
         blocks = [(5 * i + seed) % 200 for i in range(NUM_BLOCKS)]
         p.store.fill(range(256), seed=seed)
         outcome = await answer(p, target, blocks, request_id="r", seed=seed, first_token=100 + seed)

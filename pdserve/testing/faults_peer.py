@@ -72,7 +72,7 @@ async def _decode(port: int, incarnation: str, seconds: float) -> None:
 
 async def _prefill(target: DecodeTarget, name: str, share: float) -> None:
     info = worker_info(Role.PREFILL, f"process-{name}", transports=TRANSPORTS)
-    async with prefill_worker(info=info, config=default_config()) as p:
+    async with prefill_worker(info=info, config=default_config(), shared=True) as p:
         reading = asyncio.create_task(asyncio.to_thread(sys.stdin.read))
         p.store.fill(BLOCKS, seed=SEED)
         try:

@@ -59,7 +59,7 @@ async def kill_decode_workers(num_kills: int) -> tuple[Holdings, Holdings]:
     """
     port = "0"
     p_info = worker_info(Role.PREFILL, f"own-p{next(incarnations)}", transports=TRANSPORTS)
-    async with prefill_worker(info=p_info, config=default_config()) as p:
+    async with prefill_worker(info=p_info, config=default_config(), shared=True) as p:
         p.store.fill(BLOCKS, seed=SEED)
         for number in range(num_kills):
             incarnation = f"decode-{next(incarnations)}"
@@ -94,7 +94,10 @@ async def kill_prefill_workers(num_kills: int) -> tuple[Holdings, Holdings]:
     config = default_config()
     d_info = worker_info(Role.DECODE, f"own-d{next(incarnations)}", transports=TRANSPORTS)
     p_info = worker_info(Role.PREFILL, f"own-p{next(incarnations)}", transports=TRANSPORTS)
-    async with decode_worker(info=d_info, config=config) as d, prefill_worker(info=p_info, config=config) as p:
+    async with (
+        decode_worker(info=d_info, config=config) as d,
+        prefill_worker(info=p_info, config=config, shared=True) as p,
+    ):
         p.store.fill(BLOCKS, seed=SEED)
         for number in range(num_kills):
             name = f"half-{number}"

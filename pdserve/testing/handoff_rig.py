@@ -197,11 +197,16 @@ async def decode_worker(
 
 @asynccontextmanager
 async def prefill_worker(
-    *, config: TransferConfig = CONFIG, info: WorkerInfo | None = None, kinds: Sequence[TransportKind] = ()
+    *,
+    config: TransferConfig = CONFIG,
+    info: WorkerInfo | None = None,
+    kinds: Sequence[TransportKind] = (),
+    shared: bool = False,
 ) -> AsyncIterator[Prefill]:
-    """A prefill worker, with `kinds` in place of the transports of the same names."""
+    """A prefill worker, with `kinds` in place of the transports of the same names, and its pool in shared memory if
+    `shared`."""
     info = info or worker_info(Role.PREFILL, f"p{next(incarnations)}")
-    store = NumpyBlockStore(info.kv_layout, 256)
+    store = NumpyBlockStore(info.kv_layout, 256, shared=shared)
     lost: list[tuple[DecodeTarget, PdServeError]] = []
     transports = {name: TRANSPORTS[name] for name in info.transports} | {kind.name: kind for kind in kinds}
     sender = HandoffSender(

@@ -8,15 +8,20 @@ import numpy as np
 import numpy.typing as npt
 
 from pdserve.kv_layout import HeadRange, KvLayout
+from pdserve.shared_memory import SharedMemory
 
 
 class NumpyBlockStore:
     """`KvBlockStore` over one uint8 array `[num_blocks, num_layers, layer_nbytes]`."""
 
-    def __init__(self, layout: KvLayout, num_blocks: int) -> None:
+    def __init__(self, layout: KvLayout, num_blocks: int, *, shared: bool = False) -> None:
+        """`shared`: in memory that other processes may map, as pools of engines are."""
         self._layout = layout
-        self.data: npt.NDArray[np.uint8] = np.zeros(
-            (num_blocks, layout.num_layers, layout.layer_nbytes), dtype=np.uint8
+        shape = (num_blocks, layout.num_layers, layout.layer_nbytes)
+        self.data: npt.NDArray[np.uint8] = (
+            np.asarray(SharedMemory.create(num_blocks * layout.block_nbytes)).reshape(shape)
+            if shared
+            else np.zeros(shape, dtype=np.uint8)
         )
 
     @property

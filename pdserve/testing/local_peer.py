@@ -2,7 +2,8 @@
 
 `decode` prints the attributes of its endpoint, then one line for each chunk that has landed, until its input ends.
 `prefill` takes such attributes as its argument, prints the mode it connected in, and then posts chunk `seq` of `seed`
-for each line "seed seq" of its input; it prints "free seq" when a source is free, and "closed" at the end.
+for each line "seed seq" of its input; it prints "free seq" when a source is free, and "closed" at the end. With another
+argument, `shared`, the chunks lie in shared memory.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from kv_transfer.transports.local_receiver import LocalReceiver
 from kv_transfer.transports.local_sender import LocalSender
 from kv_transfer.transports.local_wire import where_am_i
 from kv_transfer.wire import ChunkHeader, Frame, FrameError, decode_header, encode
+from pdserve.shared_memory import SharedMemory
 
 LINK = LinkId("prefill", 1)
 _PIECES = (3, 400_000, 1, 65_536, 4096)
@@ -39,15 +41,19 @@ def content(seed: int, seq: int) -> bytes:
     return np.random.default_rng((seed, seq)).bytes(CHUNK_NBYTES)
 
 
-def chunk_frame(seed: int, seq: int, *, nonce: int = 1) -> tuple[Frame, bytearray]:
-    """A frame of `content`, in scattered pieces of the memory that is given back too."""
-    gap = 512
-    memory = bytearray(CHUNK_NBYTES + gap * len(_PIECES))
+_GAP = 512
+MEMORY_NBYTES = CHUNK_NBYTES + _GAP * len(_PIECES)
+"""Of the pieces of a chunk, with what lies between them."""
+
+
+def chunk_frame(seed: int, seq: int, *, nonce: int = 1, memory: memoryview | None = None) -> tuple[Frame, memoryview]:
+    """A frame of `content`, in scattered pieces of `memory`, or else of new memory; it is given back too."""
+    memory = memoryview(bytearray(MEMORY_NBYTES)) if memory is None else memory
     payload, pieces, at = content(seed, seq), [], 0
     for index, nbytes in enumerate(_PIECES):
-        begin = at + gap * (index + 1)
+        begin = at + _GAP * (index + 1)
         memory[begin : begin + nbytes] = payload[at : at + nbytes]
-        pieces.append(memoryview(memory)[begin : begin + nbytes])
+        pieces.append(memory[begin : begin + nbytes])
         at += nbytes
     header = ChunkHeader(
         nonce=nonce,
@@ -159,14 +165,23 @@ async def _decode() -> None:
     await receiver.aclose()
 
 
-async def _prefill(attributes: dict[str, str]) -> None:
+def shared_memories() -> Iterator[memoryview]:
+    """Places for one chunk after the other, all in one shared memory; good for 32 of them."""
+    pool = np.asarray(SharedMemory.create(32 * MEMORY_NBYTES))
+    for begin in range(0, len(pool), MEMORY_NBYTES):
+        yield pool[begin : begin + MEMORY_NBYTES].data
+
+
+async def _prefill(attributes: dict[str, str], *, shared: bool) -> None:
+    memories = shared_memories()
     sender = LocalSender(attributes, "the decode worker")
     await sender.connect()
     _say(sender.mode.name)
     while line := await asyncio.to_thread(sys.stdin.readline):
         seed, seq = map(int, line.split())
         try:
-            await sender.post(chunk_frame(seed, seq)[0], partial(_say, f"free {seq}"))
+            frame, _ = chunk_frame(seed, seq, memory=next(memories) if shared else None)
+            await sender.post(frame, partial(_say, f"free {seq}"))
         except PostError as error:
             _say(f"refused {error}")
     await sender.fence()
@@ -181,4 +196,6 @@ def _say(line: str) -> None:
 if __name__ == "__main__":
     if os.environ.get("FORBID_PTRACE"):
         forbid_ptrace()
-    asyncio.run(_decode() if sys.argv[1] == "decode" else _prefill(json.loads(sys.argv[2])))
+    asyncio.run(
+        _decode() if sys.argv[1] == "decode" else _prefill(json.loads(sys.argv[2]), shared="shared" in sys.argv[3:])
+    )

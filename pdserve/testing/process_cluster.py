@@ -65,6 +65,8 @@ class ProcessCluster:
             "router.listen": "127.0.0.1:0",
             "kv.num_blocks": 512,
             "health.heartbeat_s": 0.2,
+            # Workers that start are found at once.
+            "store.poll_s": 0.1,
             # A worker of a busy test machine is slow long before it is dead.
             "health.peer_timeout_s": 10.0,
             "engine.threads": 1,

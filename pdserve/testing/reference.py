@@ -15,6 +15,7 @@ import numpy as np
 
 from pdserve.engine.batch import SampleRequest, SequenceChunk, build_batch
 from pdserve.engine.engine import Engine
+from pdserve.model.config import ModelConfig
 from pdserve.model.rope_scaling import FrequencyFactors, LinearScaling, Llama3Scaling, RopeScaling, YarnScaling
 from pdserve.model.source import ModelSource
 from pdserve.types import SamplingParams
@@ -68,10 +69,15 @@ def transformers_model(source: ModelSource) -> Any:
         model: Any
         if config.qk_norm:
             model = transformers.Qwen3ForCausalLM(
-                transformers.Qwen3Config(**settings, attention_bias=config.output_bias)
+                transformers.Qwen3Config(**settings, **_optional_windows(config), attention_bias=config.output_bias)
             )
         elif config.qkv_bias and not config.output_bias:
-            model = transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**settings))
+            model = transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**settings, **_optional_windows(config)))
+        elif config.layer_windows:
+            assert len(set(config.layer_windows)) == 1 and not config.qkv_bias, "transformers has no such model"
+            model = transformers.MistralForCausalLM(
+                transformers.MistralConfig(**settings, sliding_window=config.layer_windows[0])
+            )
         else:
             model = transformers.LlamaForCausalLM(
                 transformers.LlamaConfig(**settings, attention_bias=config.output_bias)
@@ -84,6 +90,14 @@ def transformers_model(source: ModelSource) -> Any:
     model.load_state_dict(weights, assign=True, strict=True)
     model.eval()
     return model
+
+
+def _optional_windows(config: ModelConfig) -> dict[str, Any]:
+    """The keys of models whose layers may differ."""
+    if not config.layer_windows:
+        return {}
+    types = ["sliding_attention" if window else "full_attention" for window in config.layer_windows]
+    return {"use_sliding_window": True, "sliding_window": max(config.layer_windows), "layer_types": types}
 
 
 def _rope_parameters(scaling: RopeScaling | None) -> dict[str, Any]:

@@ -74,6 +74,7 @@ def write_gguf(
     writer.add_vocab_size(config["vocab_size"])
     writer.add_bos_token_id(config["bos_token_id"])
     _add_rope(writer, config, head_dim)
+    _add_windows(writer, config)
     eos = generation["eos_token_id"] or ()
     eos_token_ids = eos if isinstance(eos, list | tuple) else [eos]
     for add, token_id in zip((writer.add_eos_token_id, writer.add_eot_token_id), eos_token_ids, strict=False):
@@ -112,6 +113,15 @@ def _add_rope(writer: gguf.GGUFWriter, config: dict[str, Any], head_dim: int) ->
         writer.add_rope_scaling_factor(rope["factor"])
         if kind == "yarn":
             writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
+
+
+def _add_windows(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
+    window = config.get("sliding_window")
+    if not window:
+        return
+    writer.add_sliding_window(window)
+    if "layer_types" in config:
+        writer.add_sliding_window_pattern([t == "sliding_attention" for t in config["layer_types"]])
 
 
 def _permuted_heads(name: str, config: dict[str, Any]) -> int | None:

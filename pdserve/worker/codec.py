@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from typing import Final
 
@@ -43,6 +44,8 @@ from pdserve.worker.events import (
 )
 from pdserve.worker_info import WorkerInfo
 
+log = logging.getLogger(__name__)
+
 _CAUSES: Final = {
     MigrationCause.DRAIN: pb.MIGRATION_CAUSE_DRAIN,
     MigrationCause.ROOM: pb.MIGRATION_CAUSE_ROOM,
@@ -81,23 +84,24 @@ def decode_command_from_proto(message: pb.DecodeCommand) -> DecodeCommand:
 
 
 def _migrate(message: pb.Migrate) -> Migrate:
-    return Migrate(
-        id=HandoffId(message.request_id, message.attempt),
-        new_attempt=message.new_attempt,
-        target=target_from_proto(message.target) if message.HasField("target") else None,
-    )
+    try:
+        target = target_from_proto(message.target) if message.HasField("target") else None
+    except InvalidRequestError as error:
+        # As if there were none: the stream stays where it is.
+        log.warning("a stream was to move to %s", error, extra={"request_id": message.request_id})
+        target = None
+    return Migrate(id=HandoffId(message.request_id, message.attempt), new_attempt=message.new_attempt, target=target)
 
 
 def _submit(message: pb.PrefillJob) -> Submit | Malformed:
     try:
-        job = job_from_proto(message.job)
+        return Submit(
+            job=job_from_proto(message.job),
+            targets=tuple(target_from_proto(t) for t in message.decode),
+            holders=tuple(holder_from_proto(h) for h in message.prefix_holders),
+        )
     except InvalidRequestError as error:
         return _malformed(message.job, error)
-    return Submit(
-        job=job,
-        targets=tuple(target_from_proto(t) for t in message.decode),
-        holders=tuple(holder_from_proto(h) for h in message.prefix_holders),
-    )
 
 
 def _malformed(job: common_pb2.GenerationJob, error: InvalidRequestError) -> Malformed:

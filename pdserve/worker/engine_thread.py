@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pdserve.engine.batch import Batch
-from pdserve.engine.engine import Engine, LayerWatch
+from pdserve.engine.engine import Engine, EngineLostError, LayerWatch
 from pdserve.engine.output import StepOutput
 from pdserve.errors import InternalError
 from pdserve.types import TokenLogprobs
@@ -212,6 +212,11 @@ class StepRunner:
         step.done = self._thread.submit(forward)
         return step
 
+    def beside_steps(self, function: Callable[[], T]) -> asyncio.Future[T]:
+        """Run `function` on the engine's thread, after the steps that have been asked for. It is no step: it counts in
+        none of the numbers here, and its exception is passed on."""
+        return self._thread.submit(function)
+
     def _forward(self, step: Step, batch: Batch, watch: LayerWatch | None) -> tuple[StepOutput, float]:
         begin = time.monotonic()
         output = self.engine.forward(batch, watch)
@@ -229,7 +234,8 @@ class StepRunner:
         try:
             done = await step.done
         except Exception as error:
-            self._failures += 1
+            # One that is lost will compute no other step either.
+            self._failures = MAX_CONSECUTIVE_FAILURES if isinstance(error, EngineLostError) else self._failures + 1
             self.num_failures += 1
             log.exception("engine step failed", extra={"sequences": batch.num_seqs, "tokens": batch.num_tokens})
             raise InternalError(f"the engine failed in a step with this request: {type(error).__name__}") from error

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import functools
 import logging
@@ -16,12 +17,14 @@ import grpc
 import pdserve
 from pdserve.config import Config
 from pdserve.config.schema import WorkerSection
+from pdserve.engine.engine import Engine, EngineLostError
 from pdserve.errors import ConfigError, StoreError
 from pdserve.metrics.listener import MetricsListener
 from pdserve.security.identity import PeerRole
 from pdserve.security.internal import PLAINTEXT, Channels, InternalTls
+from pdserve.security.local_guard import LocalGuard
 from pdserve.security.port import PortTls
-from pdserve.security.refusals import WORKER_REASONS, Refusals
+from pdserve.security.refusals import WORKER_CALL_REASONS, WORKER_REASONS, Refusals
 from pdserve.service import GrpcEndpoint, new_incarnation
 from pdserve.store.client import Store, require_shared
 from pdserve.store.login import StoreLogin
@@ -33,7 +36,7 @@ from pdserve.types import Role, WorkerStats
 from pdserve.worker.engine_thread import EngineThread, StepResult, StepRunner
 from pdserve.worker.late_services import LateServices
 from pdserve.worker.metrics import WorkerMetrics, WorkerState
-from pdserve.worker.model import EngineFactory, LoadedModel, load_model, max_model_len
+from pdserve.worker.model import EngineFactory, EngineGroup, LoadedModel, load_model, max_model_len
 from pdserve.worker.prefix_announcer import PrefixAnnouncer
 from pdserve.worker.recorder import JobRecorder
 from pdserve.worker.tasks import TaskScope
@@ -43,6 +46,8 @@ log = logging.getLogger(__name__)
 
 ENGINE_JOIN_S = 10.0
 """How long a stopping worker waits for the step in progress."""
+LOST_ENGINE_JOIN_S = 1.0
+"""The same for an engine that has lost one of its processes: it may wait for that until its time-out."""
 
 _WILDCARD_HOSTS = ("0.0.0.0", "[::]", "::")  # noqa: S104 - recognised in order to refuse announcing them
 
@@ -72,6 +77,8 @@ class WorkerHost:
         """Where to add servicers, after `open` as well."""
         self.info: WorkerInfo
         self.runner: StepRunner
+        self.draft_engine: Engine | None = None
+        """Of a model that drafts for the other one, from `open` on, if there is one."""
         self.engine_left_behind = False
         """Whether the engine's thread was still busy when the worker had to stop."""
         self.metrics = WorkerMetrics()
@@ -87,7 +94,7 @@ class WorkerHost:
         """How to connect to other workers; as the configuration says after `open`."""
         self._tls: InternalTls | None = None
         self._refusals = {
-            "grpc": Refusals(f"{role}.listen", WORKER_REASONS),
+            "grpc": Refusals(f"{role}.listen", WORKER_CALL_REASONS),
             "metrics": Refusals(f"{role}.metrics_listen", WORKER_REASONS),
         }
         """Who was not let in, by port."""
@@ -96,6 +103,8 @@ class WorkerHost:
         self._engine_factory = engine_factory or load_model
         self._opened: GrpcEndpoint | None = None
         self._thread: EngineThread | None = None
+        self._ranks: EngineGroup | None = None
+        self._engine_is_lost = False
         self._store: Store | None = None
         self._registration: WorkerRegistration | None = None
         self._stats_changed = asyncio.Event()
@@ -114,9 +123,13 @@ class WorkerHost:
         tls = self._tls = InternalTls.of(config, PeerRole.of(self.role))
         self.channels = Channels(tls)
         self._warn_of_left_out_transports()
+        # With certificates, the guard of `PortTls` knows who may drain.
+        drains_for_all = tls is not None or self._section.remote_drain
+        guards = () if drains_for_all else (LocalGuard(self._refusals["grpc"], f"{self.role}.remote_drain"),)
         self.endpoint = self._opened = GrpcEndpoint(
             self._section.listen,
             f"{self.role}.listen",
+            interceptors=guards,
             tls=None if tls is None else PortTls.internal(tls, self._refusals["grpc"]),
         )
         address = self._advertised()
@@ -132,12 +145,18 @@ class WorkerHost:
         loaded = await self._thread.call(lambda: self._engine_factory(config))
         self.info = self._describe(loaded, address)
         self.runner = StepRunner(loaded.engine, self._thread, on_step=self._on_step)
+        self.draft_engine = loaded.draft
+        self._ranks = loaded.group
+        if loaded.group is not None:
+            self.tasks.spawn(self._watch_ranks(loaded.group), "ranks")
+        self.metrics.engine_loaded(1 if loaded.group is None else loaded.group.size)
         log.info(
             "model loaded",
             extra={
                 "model": self.info.model,
                 "blocks": self.info.num_blocks,
                 "block_size": self.info.kv_layout.block_size,
+                "ranks": 1 if loaded.group is None else loaded.group.size,
                 "seconds": round(time.monotonic() - begin, 3),
             },
         )
@@ -167,7 +186,7 @@ class WorkerHost:
         listen = self._section.metrics_listen
         if listen is None:
             return
-        state = dataclasses.replace(state, refusals=self._refusals)
+        state = dataclasses.replace(state, refusals={**self._refusals, **state.refusals})
         exposition = self.metrics.exposition(self.info, self.runner, self._thread, state, time.monotonic)
         self._metrics_listener = MetricsListener(
             exposition,
@@ -228,16 +247,19 @@ class WorkerHost:
         if thread is None:
             return
         loaded = self._registration is not None or self._replaced.is_set()
-        if await thread.join(ENGINE_JOIN_S if loaded else 0.0):
+        timeout_s = LOST_ENGINE_JOIN_S if self._engine_is_lost else ENGINE_JOIN_S if loaded else 0.0
+        if await thread.join(timeout_s):
             return
         self.engine_left_behind = True
         if loaded:
-            log.error("the engine is still computing after %g s; leaving it behind", ENGINE_JOIN_S)
+            log.error("the engine is still computing after %g s; leaving it behind", timeout_s)
 
     async def aclose(self) -> None:
         """Leave the registry, close the port. Joins the engine unless that has been done."""
         await self.join_engine()
         await self.tasks.aclose()
+        if self._ranks is not None:
+            await asyncio.to_thread(self._ranks.close)
         try:
             if self._registration is not None:
                 await self._registration.deregister()
@@ -300,6 +322,24 @@ class WorkerHost:
         # The entry now belongs to the newer process.
         self._registration = None
         self._replaced.set()
+
+    async def _watch_ranks(self, ranks: EngineGroup) -> None:
+        """Raise EngineLostError when one of the engine's processes has ended."""
+        loop = asyncio.get_running_loop()
+        reason = ""
+        is_lost = asyncio.Event()
+
+        def lost(text: str) -> None:
+            nonlocal reason
+            reason = text
+            # The loop may have ended; then nobody waits for this.
+            with contextlib.suppress(RuntimeError):
+                loop.call_soon_threadsafe(is_lost.set)
+
+        ranks.on_lost(lost)
+        await is_lost.wait()
+        self._engine_is_lost = True
+        raise EngineLostError(f"{reason}; the others have been ended, and so does this worker")
 
     async def _watch(self, thread: EngineThread) -> None:
         """Fail the liveness probe while a step hangs. A worker that is merely busy, or without redis, stays alive."""

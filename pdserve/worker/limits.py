@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from pdserve.errors import InvalidRequestError, PromptTooLongError
 from pdserve.types import (
+    MAX_DRAFT_TOKENS,
     MAX_LOGIT_BIAS,
     MAX_LOGPROBS,
     MAX_PENALTY,
@@ -40,6 +41,7 @@ class JobLimits:
             *(("logit_bias_values", value, -MAX_LOGIT_BIAS, MAX_LOGIT_BIAS) for _, value in sampling.logit_bias),
             ("num_logprobs", job.num_logprobs or 0, 0, MAX_LOGPROBS),
             ("num_prompt_logprobs", job.num_prompt_logprobs or 0, 0, MAX_LOGPROBS),
+            ("max_draft_tokens", job.max_draft_tokens or 0, 0, MAX_DRAFT_TOKENS),
         ):
             # False for NaN.
             if not low <= value <= high:

@@ -65,17 +65,24 @@ class WorkerState:
     stats: Callable[[], WorkerStats]
     transfers: Callable[[], TransferStats]
     refusals: Mapping[str, Refusals] = field(default_factory=dict)
-    """By port: grpc, metrics."""
+    """By port: grpc, metrics, and KV transports that listen for themselves."""
+    draft_model_tokens: Callable[[], Mapping[str, int]] = dict
+    """By kind, if there is a draft model."""
 
 
 class WorkerMetrics:
-    """Values of one worker. `step_done` and `handed_off` are told; the rest is read from what `exposition` is given."""
+    """Values of one worker. `engine_loaded`, `step_done` and `handed_off` are told; the rest is read from what
+    `exposition` is given."""
 
     def __init__(self) -> None:
         self._values = Values(table.WORKER_METRICS)
         self._step = self._values.distribution(table.STEP)
         self._sequences = self._values.distribution(table.STEP_SEQUENCES)
         self._tokens = self._values.distribution(table.STEP_TOKENS)
+
+    def engine_loaded(self, num_ranks: int) -> None:
+        """It is computed by so many processes."""
+        self._values.set(table.ENGINE_RANKS, to=num_ranks)
 
     def step_done(self, result: StepResult) -> None:
         """The engine has computed a step."""
@@ -100,6 +107,8 @@ class WorkerMetrics:
             values.set(table.STEP_RUNNING, to=thread.busy_s(now()))
             self._read_stats(info.role, state.stats())
             self._read_transfers(state.transfers())
+            for kind, number in state.draft_model_tokens().items():
+                values.set(table.DRAFT_MODEL_TOKENS, kind, to=number)
             for port, account in state.refusals.items():
                 for reason, number in account.counts.items():
                     values.set(table.STRANGERS, port, reason.value, to=number)

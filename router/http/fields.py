@@ -12,7 +12,7 @@ from typing import Annotated, Any, Final, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from pdserve.errors import InvalidRequestError
-from pdserve.types import MAX_LOGIT_BIAS, MAX_LOGPROBS, MAX_PENALTY, MAX_REPETITION_PENALTY
+from pdserve.types import MAX_DRAFT_TOKENS, MAX_LOGIT_BIAS, MAX_LOGPROBS, MAX_PENALTY, MAX_REPETITION_PENALTY
 from router.http.field_types import (
     INT32,
     Id,
@@ -102,6 +102,9 @@ class GenerationBody(Body):
     """Prefix cache is shared only between requests of equal salt."""
     priority: Annotated[int, Field(ge=-100, le=100)] | None = None
     """Smaller is served first. Default: 0."""
+    max_draft_tokens: Annotated[int, Field(ge=0, le=MAX_DRAFT_TOKENS)] | None = None
+    """Tokens that the server may draft in one step (speculative decoding), 0 for none. No output depends on it, only
+    how fast it comes. Default: as the server is configured."""
     truncate_prompt_tokens: Annotated[int, Field(ge=1, le=INT32)] | None = None
     """Keep only so many tokens of the prompt, the last ones."""
     request_id: Text | None = None

@@ -20,6 +20,7 @@ from router.http.messages import chat_prompt, template_kwargs
 from router.http.plans import FieldNames
 from router.http.tools import functions
 from router.http.unsupported import check_extra
+from router.limits import Caller
 from router.validation import ChatInput, check_chat, check_model, check_text, check_token_ids
 
 
@@ -122,8 +123,8 @@ class InfoEndpoints:
             await self._core.status_of(name, caller)
         return _json({"id": name, "object": "request", "cancelled": cancelled})
 
-    def _caller(self, request: Request) -> bytes:
-        return self._core.limiter.name_of(*client_of(request.scope))
+    def _caller(self, request: Request) -> Caller:
+        return self._core.limiter.caller(*client_of(request.scope))
 
     def _model(self) -> dict[str, Any]:
         return {

@@ -242,6 +242,8 @@ def _fill(message: pb.GenerateRequest, body: GenerationBody, max_tokens: int | N
     message.include_stop_string = bool(body.include_stop_str_in_output)
     message.cache_salt = body.cache_salt or ""
     message.priority = body.priority or 0
+    if body.max_draft_tokens is not None:
+        message.max_draft_tokens = body.max_draft_tokens
 
 
 def _logit_bias(bias: Mapping[str, float]) -> dict[int, float]:

@@ -29,7 +29,7 @@ class EventsApp:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request. Raises PdServeError if nothing was written yet."""
         core, request = self._core, Request(scope, receive)
-        generation = await core.find(request.path_params["request_id"], core.limiter.name_of(*client_of(scope)))
+        generation = await core.find(request.path_params["request_id"], core.limiter.caller(*client_of(scope)))
         last_id = request.headers.get("last-event-id", "")
         headers = ((b"x-request-id", generation.name.encode()),)
         if last_id == END and (generation.ended or generation.inherited):

@@ -25,13 +25,16 @@ class TimelineEndpoints:
     async def timeline(self, request: Request) -> Response:
         """Where the time of a request went, also while it runs. Raises NotFoundError."""
         name = request.path_params["request_id"]
-        caller = self._core.limiter.name_of(*client_of(request.scope))
+        caller = self._core.limiter.caller(*client_of(request.scope))
         stories = self._core.stories_of(name, caller)
         return _json(timeline_of(name, stories))
 
     async def flight(self, request: Request) -> Response:
-        """The latest outputs as a Chrome trace."""
-        return _json(trace_of(self._core.history, self._core.table.router_id).as_json())
+        """The latest outputs as a Chrome trace: those that the caller may know of."""
+        core = self._core
+        caller = core.limiter.caller(*client_of(request.scope))
+        stories = [story for story in core.history if core.may_know(caller, story.tenant)]
+        return _json(trace_of(stories, core.table.router_id).as_json())
 
 
 def timeline_of(name: str, stories: Sequence[Story]) -> dict[str, Any]:

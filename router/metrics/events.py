@@ -119,6 +119,10 @@ class RouterMetrics:
         """An attempt has failed because of `cause`, and there will be another."""
         self.values.add(table.RETRIES, cause.code)
 
+    def not_retried(self, cause: PdServeError) -> None:
+        """An attempt has failed because of `cause`, and there is no budget for another."""
+        self.values.add(table.RETRIES_REFUSED, cause.code)
+
     def took_over(self, outcome: TakeoverOutcome) -> None:
         """A request whose router is gone was to go on here, or one of this router's goes on elsewhere. Once for all of
         its outputs."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from router.admission import Admission, Reason
 from router.index import PrefixIndex
 from router.limits import CallLimiter
 from router.metrics.events import RouterMetrics
+from router.retry_budget import RetryBudget
 from router.worker import Worker, WorkerState
 from router.worker_pool import WorkerPool
 
@@ -45,6 +47,7 @@ class RouterState:
     table: Outputs
     admission: Admission
     limiter: CallLimiter
+    retry_budget: RetryBudget
     index: PrefixIndex
     refusals: Mapping[str, Refusals]
     """By port: grpc, http."""
@@ -73,6 +76,7 @@ class StateReader:
         values.set(table.STALE_EVENTS, to=state.pool.num_stale_events)
         local_up_to = state.pool.local_prefill_up_to()
         values.set(table.LOCAL_UP_TO, to=math.inf if local_up_to is None else local_up_to)
+        values.set(table.RETRY_BUDGET, to=state.retry_budget.left(time.monotonic()))
         values.set(table.STORE_AVAILABLE, to=state.store_available())
         values.set(table.INDEX_BLOCKS, to=len(state.index))
         values.set(table.DRAINING, to=state.table.closed)

@@ -37,7 +37,7 @@ class PageEndpoints:
         One that is not known yet is no error: the page asks while its own call is still on its way."""
         name, core = request.path_params["request_id"], self._core
         try:
-            status = await core.status_of(name, core.limiter.name_of(*client_of(request.scope)))
+            status = await core.status_of(name, core.limiter.caller(*client_of(request.scope)))
         except NotFoundError:
             return _json({"id": name, "state": None})
         generation = core.table.find(name)

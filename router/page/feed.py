@@ -1,4 +1,4 @@
-"""Looks at the router twice a second and tells everybody who watches: one look for all of them."""
+"""Looks at the router twice a second and tells everybody who watches: one look for all who may see the same."""
 
 from __future__ import annotations
 
@@ -12,11 +12,20 @@ from typing import Any, Final, NoReturn
 from pdserve.metrics import router_table as table
 from router.page.happenings import Happenings
 from router.page.latency import RecentQuantiles
-from router.page.snapshot import RouterView
+from router.page.snapshot import IsShown, RouterView
 
 PERIOD_S: Final = 0.5
 HISTORY_S: Final = 300.0
 HISTORY_STEP_S: Final = 1.0
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Audience:
+    """Who may see the same."""
+
+    name: bytes
+    """Audiences of one name are the same."""
+    is_shown: IsShown = dataclasses.field(compare=False)
 
 
 class Feed:
@@ -32,8 +41,10 @@ class Feed:
         self._latency: dict[str, dict[str, float] | None] = {"ttft": None, "itl": None}
         self._history: deque[dict[str, Any]] = deque(maxlen=int(HISTORY_S / HISTORY_STEP_S))
         self._noted_at = float("-inf")
-        self._watchers = 0
-        self._next: asyncio.Future[bytes | None] = asyncio.get_running_loop().create_future()
+        self._next: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+        """Whether there will be another look after the next one."""
+        self._told: dict[Audience, bytes] = {}
+        """What was made of the last look, for whom."""
 
     async def run(self) -> NoReturn:
         """Look, for as long as the router runs."""
@@ -42,7 +53,7 @@ class Feed:
                 self.look()
                 await asyncio.sleep(PERIOD_S)
         finally:
-            self._next.set_result(None)
+            self._next.set_result(False)
 
     def look(self) -> None:
         """Take in what has changed, and tell the watchers."""
@@ -54,24 +65,24 @@ class Feed:
             self._history.append(
                 {"at": round(at, 3), "latency": self._latency, "output_tokens_total": view.metrics.num_output_tokens}
             )
-        if self._watchers:
-            told, self._next = self._next, asyncio.get_running_loop().create_future()
-            told.set_result(self._as_json(whole=False))
+        self._told.clear()
+        looked, self._next = self._next, asyncio.get_running_loop().create_future()
+        looked.set_result(True)
 
-    def state(self) -> bytes:
+    def state(self, audience: Audience) -> bytes:
         """One snapshot as JSON, with `history`: points of the last five minutes."""
-        return self._as_json(whole=True)
+        return self._as_json(audience, whole=True)
 
-    async def next(self) -> bytes | None:
+    async def next(self, audience: Audience) -> bytes | None:
         """The next snapshot, without history; None once there will be none any more."""
-        self._watchers += 1
-        try:
-            return await asyncio.shield(self._next)
-        finally:
-            self._watchers -= 1
+        if not await asyncio.shield(self._next):
+            return None
+        if audience not in self._told:
+            self._told[audience] = self._as_json(audience, whole=False)
+        return self._told[audience]
 
-    def _as_json(self, *, whole: bool) -> bytes:
-        snapshot = self._view.snapshot(time.monotonic(), at=time.time())
+    def _as_json(self, audience: Audience, *, whole: bool) -> bytes:
+        snapshot = self._view.snapshot(time.monotonic(), at=time.time(), is_shown=audience.is_shown)
         snapshot["latency"] = self._latency
         snapshot["events"] = [dataclasses.asdict(line) for line in self._happenings.lines]
         if whole:

@@ -1,11 +1,12 @@
 """What the page shows of a router at one moment, as JSON. No prompts, no outputs, and nothing else of a client's making
-but the names of requests."""
+but the names of its own requests."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, Final
+from itertools import islice
+from typing import Any, Final, TypeAlias
 
 import pdserve
 from pdserve.lifecycle import RequestState
@@ -19,6 +20,9 @@ from router.worker_pool import WorkerPool
 MAX_REQUESTS: Final = 200
 """Outputs that are listed, the oldest first; all of them are counted."""
 
+IsShown: TypeAlias = Callable[[bytes], bool]
+"""Whether outputs of a tenant are listed."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouterView:
@@ -30,10 +34,10 @@ class RouterView:
     metrics: RouterMetrics
     store_available: Callable[[], bool]
 
-    def snapshot(self, now: float, *, at: float) -> dict[str, Any]:
+    def snapshot(self, now: float, *, at: float, is_shown: IsShown) -> dict[str, Any]:
         """`now` is `time.monotonic()`, `at` seconds since 1970."""
         outputs = list(self.table.outputs)
-        listed = outputs[:MAX_REQUESTS]
+        listed = list(islice((output for output in outputs if is_shown(output.tenant)), MAX_REQUESTS))
         states = self.table.states()
         return {
             "at": round(at, 3),

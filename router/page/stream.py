@@ -10,8 +10,9 @@ from starlette.types import Receive, Scope, Send
 
 from router.core import RouterCore
 from router.http.attendant import Attendant
+from router.http.call_limits import client_of
 from router.http.events import HEADERS
-from router.page.feed import Feed
+from router.page.feed import Audience, Feed
 
 
 class PageStream:
@@ -23,11 +24,12 @@ class PageStream:
 
     async def state(self, request: Request) -> Response:
         """One snapshot."""
-        return Response(self._feed.state(), media_type="application/json", headers={"Cache-Control": "no-store"})
+        state = self._feed.state(self._audience(request.scope))
+        return Response(state, media_type="application/json", headers={"Cache-Control": "no-store"})
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Snapshots as server-sent events, until the client leaves or the router stops."""
-        config, gone = self._core.config, asyncio.Event()
+        config, gone, audience = self._core.config, asyncio.Event(), self._audience(scope)
         attendant = Attendant(
             scope,
             receive,
@@ -38,8 +40,15 @@ class PageStream:
         )
         async with attendant as client:
             await client.send({"type": "http.response.start", "status": 200, "headers": [*HEADERS]})
-            data: bytes | None = self._feed.state()
+            data: bytes | None = self._feed.state(audience)
             while data is not None and not gone.is_set():
                 await client.send({"type": "http.response.body", "body": b"data: " + data + b"\n\n", "more_body": True})
-                data = await self._feed.next()
+                data = await self._feed.next(audience)
             await client.send({"type": "http.response.body", "body": b""})
+
+    def _audience(self, scope: Scope) -> Audience:
+        """A key sees its own outputs, an operator those of everybody, as all do where there are no keys."""
+        core, caller = self._core, self._core.limiter.caller(*client_of(scope))
+        if core.may_know_all(caller):
+            return Audience(b"", lambda tenant: True)
+        return Audience(caller.name, lambda tenant: core.may_know(caller, tenant))

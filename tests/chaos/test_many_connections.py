@@ -21,7 +21,7 @@ SLOWEST_FACTOR, SLOWEST_S = 3.0, 0.1
 """A request may take so many times as long as on an idle router, and so much longer. The clients are on this machine,
 too, and take more time of it than the router does for them."""
 
-pytestmark = [pytest.mark.chaos, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.alone, pytest.mark.chaos, pytest.mark.timeout(300)]
 
 
 @pytest.fixture

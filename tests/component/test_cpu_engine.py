@@ -84,6 +84,11 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "qwen3": ("qwen3", {}),
     "qwen3, head_dim 128": ("qwen3", {"head_dim": 128, "attention_bias": True, "num_key_value_heads": 1}),
+    "window of 20": ("mistral", {"head_dim": 64, "sliding_window": 20}),
+    "window of 40 in the last layers": (
+        "qwen2",
+        {"use_sliding_window": True, "sliding_window": 40, "max_window_layers": 1},
+    ),
     "llama3 scaling": ("llama", {"rope_parameters": THETA | ROPE_SCALINGS["llama3"]}),
     "linear scaling": ("llama", {"rope_parameters": THETA | ROPE_SCALINGS["linear"]}),
     "yarn": ("qwen3", {"rope_parameters": THETA | ROPE_SCALINGS["yarn"] | {"attention_factor": 1.4}}),
@@ -236,6 +241,7 @@ BITWISE: dict[str, tuple[str, WeightFormat]] = {
     "f32": ("head_dim 64, 9 heads on 3", "f32"),
     "f16, norms and biases": ("qwen3, head_dim 128", "f16"),
     "q8_0, 7 heads on 1": ("qwen2, tied, 7 heads on 1", "q8_0"),
+    "q8_0, window": ("window of 20", "auto"),
 }
 
 

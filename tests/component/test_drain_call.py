@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from pathlib import Path
 
+import httpx2
 import pytest
 
 from pdserve.config import Config
+from pdserve.errors import PermissionDeniedError
 from pdserve.launch.rolling import drain_and_stop
 from pdserve.testing.certificates import Certificates
 from pdserve.testing.cluster import test_config
@@ -73,3 +76,39 @@ async def test_without_a_time_the_worker_finishes_as_its_own_configuration_says(
         engine.resume()
         assert await call == 0
         await r.router.finished(key)
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+async def test_without_certificates_only_its_own_machine_may_drain_a_worker(
+    redis_url: str, role: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """O-SEC: whoever reaches the port must not be able to empty the cluster."""
+    section: dict[str, object] = {"metrics_listen": "127.0.0.1:0"}
+    plain = test_config(redis_url, CLUSTER, transfer={"transports": ["grpc"]}, **{role: section})
+    async with rig(plain) as r:
+        worker = r.cluster.prefill[0] if role == "prefill" else r.cluster.decode[0]
+        monkeypatch.setattr(worker.host, "stop_process", lambda: None)
+        monkeypatch.setattr("pdserve.security.local_guard.is_this_machine", lambda peer: False)
+        for _ in range(2):
+            with pytest.raises(PermissionDeniedError, match=rf"tls.internal only from .* {role}.remote_drain"):
+                await asyncio.to_thread(drain_and_stop, worker.host.info, plain, 0.05)
+        assert not worker.stats().draining
+        async with httpx2.AsyncClient() as client:
+            text = (await client.get(f"http://{worker.host.metrics_address}/metrics")).text
+        assert re.search(r'^pdserve_worker_strangers_total{.*port="grpc",reason="remote".*} 2.0$', text, re.MULTILINE)
+        monkeypatch.undo()
+        monkeypatch.setattr(worker.host, "stop_process", lambda: None)
+        await asyncio.to_thread(drain_and_stop, worker.host.info, plain, 0.05)
+        assert worker.stats().draining
+
+
+async def test_a_worker_can_be_told_to_let_every_machine_drain_it(
+    redis_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = test_config(redis_url, CLUSTER, transfer={"transports": ["grpc"]}, decode={"remote_drain": True})
+    async with rig(plain) as r:
+        worker = r.cluster.decode[0]
+        monkeypatch.setattr(worker.host, "stop_process", lambda: None)
+        monkeypatch.setattr("pdserve.security.local_guard.is_this_machine", lambda peer: False)
+        await asyncio.to_thread(drain_and_stop, worker.host.info, plain, 0.05)
+        assert worker.stats().draining

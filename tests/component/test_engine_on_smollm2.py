@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
 
 from pdserve.engine import load_engine
+from pdserve.engine.engine import Engine
 from pdserve.model.source import ModelSource, open_model
 from pdserve.testing.prompts import REAL_PROMPTS
 from pdserve.testing.reference import check_greedy, generate, transformers_model
@@ -22,6 +24,9 @@ class Rig:
 
     source: ModelSource
     prompts: list[list[int]]
+    engine: Engine
+    reference: Any
+    """The same weights in transformers."""
 
 
 @pytest.fixture(scope="module")
@@ -33,24 +38,22 @@ def rig() -> Rig:
         tokenizer.encode(text) if i % 2 else tokenizer.encode_chat([{"role": "user", "content": text}])
         for i, text in enumerate(REAL_PROMPTS)
     ]
-    return Rig(source, prompts)
+    return Rig(source, prompts, load_engine(source, num_blocks=400), transformers_model(source))
 
 
 @pytest.mark.timeout(300)  # 35 s of one core; more where the cores are shared
 def test_real_prompts_equal_transformers(rig: Rig) -> None:
-    engine = load_engine(rig.source, num_blocks=400)
-    outputs = generate(engine, rig.prompts, NUM_NEW_TOKENS)
+    outputs = generate(rig.engine, rig.prompts, NUM_NEW_TOKENS)
     assert {len(ids) for ids in outputs} == {NUM_NEW_TOKENS}
-    checks = check_greedy(transformers_model(rig.source), rig.prompts, outputs)
+    checks = check_greedy(rig.reference, rig.prompts, outputs)
     assert [c.wrong_step for c in checks] == [None] * len(checks)
     assert sum(c.is_clear for c in checks) >= 20
 
 
 def test_the_check_sees_one_wrong_token(rig: Rig) -> None:
-    engine = load_engine(rig.source, num_blocks=400)
-    (ids,) = generate(engine, rig.prompts[:1], 8)
+    (ids,) = generate(rig.engine, rig.prompts[:1], 8)
     wrong = (*ids[:5], (ids[5] + 1) % rig.source.config.vocab_size, *ids[6:])
-    right_check, wrong_check = check_greedy(transformers_model(rig.source), [rig.prompts[0]] * 2, [ids, wrong])
+    right_check, wrong_check = check_greedy(rig.reference, [rig.prompts[0]] * 2, [ids, wrong])
     assert right_check.wrong_step is None
     assert wrong_check.wrong_step == 5
     assert not wrong_check.is_clear

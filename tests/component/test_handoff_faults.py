@@ -68,6 +68,24 @@ async def test_a_chunk_that_meets_a_fault(transport: str, fault: str) -> None:
         assert all(outcome.num_noticed > 0 for outcome in outcomes), "a fault that no counter shows"
 
 
+@pytest.mark.parametrize("fault", FAULTS)
+async def test_a_chunk_out_of_shared_memory_that_meets_a_fault(fault: str) -> None:
+    """O-KVT-2, O-ABT-3: `local` copies the others of its chunks out of a mapped pool."""
+    kind, delay_s = FAULTS[fault]
+    cells = [
+        Cell(
+            name=f"{place} chunk",
+            transports=FALLBACKS["local"],
+            frames=Faults([Fault.NONE] * num_good + [kind], seed=num_good, delay_s=delay_s),
+            shared=True,
+        )
+        for place, num_good in CHUNKS.items()
+    ]
+    async with nothing_left():
+        await run_cells(cells)
+    assert [cell.name for cell in cells if cell.frames is None or cell.frames.num_injected == 0] == []
+
+
 @pytest.mark.parametrize("fault", ["drop", "duplicate", "flip", "stall", "cut"])
 async def test_a_chunk_over_torch_that_meets_a_fault(fault: str) -> None:
     """O-KVT-2: the short form, as each pair takes a process group and its threads."""

@@ -32,6 +32,12 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama, head_dim 24, 8 heads on 1": ("llama", {"head_dim": 24, "num_attention_heads": 8, "num_key_value_heads": 1}),
     "mistral, head_dim 32": ("mistral", {"head_dim": 32, "num_key_value_heads": 4}),
     "mistral, window as long as the context": ("mistral", {"sliding_window": 512}),
+    "mistral, window of 20": ("mistral", {"sliding_window": 20}),
+    "phi3, window of 65": ("phi3", {"sliding_window": 65}),
+    "qwen2, window of 40 from the second layer on": (
+        "qwen2",
+        {"use_sliding_window": True, "sliding_window": 40, "max_window_layers": 1},
+    ),
     "qwen2": ("qwen2", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}),
     "qwen2, tied, 7 heads on 1": (
         "qwen2",
@@ -133,6 +139,9 @@ GGUF_CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "llama, llama3",
         "llama, yarn",
         "mistral, head_dim 32",
+        "mistral, window of 20",
+        "phi3, window of 65",
+        "qwen2, window of 40 from the second layer on",
         "qwen2",
         "qwen2, tied, 7 heads on 1",
         "qwen3",

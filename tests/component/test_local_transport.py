@@ -5,15 +5,12 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import signal
 import socket
-import subprocess
-import sys
 import threading
 from array import array
-from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager, suppress
-from dataclasses import dataclass, field, replace
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -24,155 +21,21 @@ from kv_transfer.process_memory import PIECES_TYPECODE, Pieces, pieces_of
 from kv_transfer.transports import local_greeting, local_receiver
 from kv_transfer.transports.base import PostError, TransportUnavailable
 from kv_transfer.transports.local_greeting import Greeter
-from kv_transfer.transports.local_receiver import LocalReceiver
 from kv_transfer.transports.local_sender import LocalSender
 from kv_transfer.transports.local_wire import MAX_PIECES, STREAM_ONLY, Mode, pack_offer, where_am_i
 from kv_transfer.wire import Frame
 from pdserve.errors import HandoffError
 from pdserve.testing.handoff_rig import CONFIG, decode_worker, prefill_worker, worker_info
-from pdserve.testing.local_peer import CHUNK_NBYTES, LINK, RecordingSink, chunk_frame, content
+from pdserve.testing.local_peer import CHUNK_NBYTES, LINK, chunk_frame, content
+from pdserve.testing.local_rig import OTHER_LINK, Decode, Freed, contents, decode_side, peer
 from pdserve.testing.waiting import eventually
 from pdserve.types import Role
-
-OTHER_LINK = LinkId("other prefill", 1)
-HERE = Endpoint("local", where_am_i())
-
-
-@dataclass
-class Decode:
-    """The decode side in this process."""
-
-    receiver: LocalReceiver
-    sink: RecordingSink
-    senders: list[LocalSender] = field(default_factory=list)
-
-    def attributes(self, link: LinkId = LINK, *, mode: str | None = None) -> dict[str, str]:
-        """Of the endpoint for a new link."""
-        endpoint = self.receiver.open(link, HERE)
-        assert endpoint is not None
-        return {**endpoint.attributes, **({} if mode is None else {"mode": mode})}
-
-    async def sender(self, link: LinkId = LINK, *, mode: str | None = None) -> LocalSender:
-        """A connected prefill side in this process."""
-        sender = LocalSender(self.attributes(link, mode=mode), "the decode worker")
-        self.senders.append(sender)
-        await sender.connect()
-        return sender
-
-
-@asynccontextmanager
-async def decode_side() -> AsyncIterator[Decode]:
-    sink = RecordingSink()
-    decode = Decode(LocalReceiver("decode", sink), sink)
-    await decode.receiver.start()
-    try:
-        yield decode
-    finally:
-        sink.gate.set()
-        for sender in decode.senders:
-            await sender.fence()
-        await decode.receiver.aclose()
 
 
 @pytest.fixture
 async def decode() -> AsyncIterator[Decode]:
     async with decode_side() as decode:
         yield decode
-
-
-class Freed:
-    """Counts how often each source was given back."""
-
-    def __init__(self) -> None:
-        self.counts: dict[int, int] = {}
-
-    def of(self, seq: int) -> _Free:
-        """`source_free` for one chunk."""
-        return _Free(self, seq)
-
-    def exactly(self, *seqs: int) -> bool:
-        """Whether these, and no others, were given back, each once."""
-        return self.counts == dict.fromkeys(seqs, 1)
-
-
-@dataclass
-class _Free:
-    freed: Freed
-    seq: int
-
-    def __call__(self) -> None:
-        self.freed.counts[self.seq] = self.freed.counts.get(self.seq, 0) + 1
-
-
-def contents(seed: int, num: int) -> dict[int, bytes]:
-    return {seq: content(seed, seq) for seq in range(num)}
-
-
-class Peer:
-    """The other side, as a process."""
-
-    def __init__(self, *arguments: str, forbid_ptrace: bool = False) -> None:
-        environment = {**os.environ, **({"FORBID_PTRACE": "1"} if forbid_ptrace else {})}
-        self.process = subprocess.Popen(
-            (sys.executable, "-m", "pdserve.testing.local_peer", *arguments),
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env=environment,
-        )
-
-    async def line(self, timeout_s: float = 20.0) -> str:
-        """The next line that it says."""
-        assert self.process.stdout is not None
-        async with asyncio.timeout(timeout_s):
-            return (await asyncio.to_thread(self.process.stdout.readline)).strip()
-
-    def say(self, *lines: str) -> None:
-        assert self.process.stdin is not None
-        for line in lines:
-            self.process.stdin.write(line + "\n")
-        self.process.stdin.flush()
-
-    async def freeze(self) -> None:
-        """Stop it, and return when each of its threads stands still."""
-        self.process.send_signal(signal.SIGSTOP)
-        threads = Path(f"/proc/{self.process.pid}/task")
-
-        def is_frozen() -> bool:
-            stats = [(thread / "stat").read_text() for thread in threads.iterdir()]
-            return all(stat.rpartition(")")[2].split()[0] == "T" for stat in stats)
-
-        await eventually(is_frozen, "the process stands still")
-
-    def thaw(self) -> None:
-        """Let it go on."""
-        self.process.send_signal(signal.SIGCONT)
-
-    async def kill(self) -> None:
-        """End it at once, and return when it is gone."""
-        self.process.kill()
-        await asyncio.to_thread(self.process.wait)
-
-    def close(self) -> None:
-        assert self.process.stdin is not None and self.process.stdout is not None
-        with suppress(BrokenPipeError):
-            self.process.stdin.close()
-        try:
-            self.process.wait(10)
-        finally:
-            self.process.kill()
-            self.process.wait()
-            self.process.stdout.close()
-
-
-@contextmanager
-def peer(*arguments: str, forbid_ptrace: bool = False) -> Iterator[Peer]:
-    other = Peer(*arguments, forbid_ptrace=forbid_ptrace)
-    try:
-        yield other
-    finally:
-        other.thaw()
-        other.close()
 
 
 # Chunks arrive --------------------------------------------------------------------------------------------------------

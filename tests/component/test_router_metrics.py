@@ -59,6 +59,8 @@ CALLED: Final = (table.GRPC_CALLS,)
 TAKEN: Final = (table.TAKEOVERS,)
 STRANGERS: Final = (table.STRANGERS,)
 """Moved in test_security_clients.py."""
+BUDGET: Final = (table.RETRIES_REFUSED, table.RETRY_BUDGET)
+"""Moved in test_retry_budget.py."""
 
 Metrics = Sequence[Metric]
 
@@ -88,7 +90,7 @@ async def moving(rig: RouterRig, metrics: Metrics) -> AsyncIterator[Scrape]:
 def test_every_documented_metric_is_moved_by_a_test_of_this_file() -> None:
     groups = (
         SERVED, REPEATED, STALE, IN_PROGRESS, WAITING, MIGRATED, RECOVERED, REFUSED, LOAD, JOINED, INDEXED, STORE,
-        STOPPING, CONSTANT, CALLED, TAKEN, STRANGERS,
+        STOPPING, CONSTANT, CALLED, TAKEN, STRANGERS, BUDGET,
     )  # fmt: skip
     assert {m.name for group in groups for m in group} == {m.name for m in (*table.ROUTER_METRICS, *vllm.VLLM_METRICS)}
 

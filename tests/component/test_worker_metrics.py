@@ -39,6 +39,8 @@ IN_PROGRESS = (table.REQUESTS, table.STEP_RUNNING, table.QUEUED_TOKENS, table.HA
 FAILED = (table.STEP_FAILURES,)
 PREEMPTED = (table.PREEMPTIONS, table.TOKENS)
 DRAFTED = (table.DRAFT_TOKENS,)
+DRAFTED_BY_MODEL = (table.DRAFT_MODEL_TOKENS,)
+"""Moved in test_draft_model.py."""
 FETCHED = (table.FETCHES, table.FETCHED_BYTES)
 STOPPING = (table.DRAINING,)
 TROUBLED = (table.TRANSFER_ERRORS, table.TRANSFER_FALLBACKS)
@@ -79,6 +81,7 @@ def test_every_documented_metric_is_moved_by_a_test_of_this_file() -> None:
         FAILED,
         PREEMPTED,
         DRAFTED,
+        DRAFTED_BY_MODEL,
         FETCHED,
         STOPPING,
         TROUBLED,

@@ -3,6 +3,7 @@ workers, SCRIPT-B on one pair. Each module that uses one checks at its end that 
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,15 +13,21 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from pdserve.testing.process_cluster import ProcessCluster
+from pdserve.testing.side_by_side import SHARED_CLUSTERS
 from pdserve.testing.tiny_models import ScriptModel, TinyOptions, make_script_b, make_tiny_kv
 from pdserve.testing.tiny_tokenizers import BOS, CHAT_TEMPLATE, END_OF_TURN, EOS
 
-SHARED = {"one_pair", "two_pairs", "script_b"}
-
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests on shared clusters come last, so that no such cluster runs beside the tests that count processes."""
-    items.sort(key=lambda item: isinstance(item, pytest.Function) and bool(SHARED & set(item.fixturenames)))
+    """Tests on shared clusters come last, so that no such cluster runs beside the tests that count processes.
+
+    Side by side they come first, as they take longest: they stay together (`pdserve.testing.side_by_side`), and
+    another process has the tests that count.
+    """
+    items.sort(
+        key=lambda item: isinstance(item, pytest.Function) and bool(SHARED_CLUSTERS & set(item.fixturenames)),
+        reverse="PYTEST_XDIST_WORKER" in os.environ,
+    )
 
 
 @pytest.fixture(scope="session")

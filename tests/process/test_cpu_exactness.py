@@ -14,6 +14,7 @@ import pytest
 
 from pdserve.client import AsyncClient, Generation
 from pdserve.cpus import available_cpus
+from pdserve.engine.cpu.engine import CpuEngine
 from pdserve.engine.cpu.loader import load_cpu_engine
 from pdserve.model.source import ModelSource, open_model
 from pdserve.testing.process_cluster import CALL_TIMEOUT_S, ProcessCluster
@@ -42,6 +43,12 @@ def prompts(source: ModelSource) -> list[list[int]]:
 
 
 @pytest.fixture(scope="module")
+def engine(source: ModelSource) -> CpuEngine:
+    """The engine alone."""
+    return load_cpu_engine(source, num_blocks=256, num_threads=2)
+
+
+@pytest.fixture(scope="module")
 def cluster() -> Iterator[ProcessCluster]:
     """2P+2D on the packed weights of the demo model; prompts are cut into chunks of 64 tokens."""
     with ProcessCluster(
@@ -59,9 +66,8 @@ def cluster() -> Iterator[ProcessCluster]:
 
 @pytest.mark.parametrize("sampling", [SamplingParams(temperature=0.0), SEEDED], ids=["greedy", "seeded"])
 async def test_tokens_are_those_of_the_engine_alone(
-    cluster: ProcessCluster, source: ModelSource, prompts: list[list[int]], sampling: SamplingParams
+    cluster: ProcessCluster, engine: CpuEngine, prompts: list[list[int]], sampling: SamplingParams
 ) -> None:
-    engine = load_cpu_engine(source, num_blocks=256, num_threads=2)
     expected = [
         # One at a time and in one piece: other batches and other chunks than in the cluster.
         generate(engine, [prompt], NUM_NEW_TOKENS, budget_tokens=1024, sampling=[sampling])[0]
@@ -87,10 +93,9 @@ async def test_tokens_are_those_of_the_engine_alone(
 
 
 async def test_outputs_of_one_prompt_are_those_of_the_engine_alone_with_their_seeds(
-    cluster: ProcessCluster, source: ModelSource, prompts: list[list[int]]
+    cluster: ProcessCluster, engine: CpuEngine, prompts: list[list[int]]
 ) -> None:
     num_outputs, some = 5, [prompts[1], prompts[-1][:150]]
-    engine = load_cpu_engine(source, num_blocks=256, num_threads=2)
     seeds = [(SEEDED.seed + i) % 2**64 for i in range(num_outputs)]
     expected = [
         [

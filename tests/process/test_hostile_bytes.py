@@ -14,11 +14,14 @@ import psutil
 import pytest
 from redis import Redis
 
+from kv_transfer.transports.local_wire import Greeting, Mode
+from kv_transfer.transports.tcp_opening import Credentials
 from pdserve.client import Client
 from pdserve.errors import PdServeError
 from pdserve.rpc.v1 import handoff_pb2, inference_pb2, prefix_pb2, worker_pb2
 from pdserve.store.keys import Keyspace
-from pdserve.testing.process_cluster import CALL_TIMEOUT_S, ProcessCluster
+from pdserve.testing.process_cluster import CALL_TIMEOUT_S, ProcessCluster, wait_until
+from pdserve.testing.strangers import Stranger, at_transport, counted
 
 PROMPT = [7, 30, 41]
 
@@ -56,6 +59,12 @@ def listeners(cluster: ProcessCluster) -> dict[str, set[int]]:
         }
         for process in cluster.local.processes
     }
+
+
+def abstract_sockets(pid: int) -> set[str]:
+    """Names that a process listens on; each begins with NUL."""
+    found = [str(connection.laddr) for connection in psutil.Process(pid).net_connections("unix")]
+    return {"\0" + name[1:] for name in found if name.startswith(("@", "\0"))}
 
 
 def send(address: str | tuple[str, int], data: bytes) -> None:
@@ -98,17 +107,49 @@ def test_every_listening_socket_takes_a_pickle_for_nonsense(one_pair: ProcessClu
         for port in sorted(ports):
             for data in payloads(mark):
                 send(("127.0.0.1", port), data)
-    names = {
-        str(connection.laddr)
-        for process in one_pair.local.processes
-        for connection in psutil.Process(process.pid).net_connections("unix")
-        if str(connection.laddr).startswith(("@", "\0"))
-    }
+    names = {name for process in one_pair.local.processes for name in abstract_sockets(process.pid)}
     assert names, "the transport `local` listens on an abstract socket"
     for name in names:
         for data in payloads(mark):
-            send("\0" + name[1:], data)
+            send(name, data)
     assert_serves(one_pair, mark)
+
+
+def test_listeners_of_kv_transports_let_no_stranger_in_and_count_and_log_each(one_pair: ProcessCluster) -> None:
+    """O-SEC: the rows of the table in SECURITY.md that test_security.py has no ports for."""
+    infos, local = one_pair.infos(), one_pair.local
+    visitors: dict[tuple[str, str], list[Stranger]] = {}
+    for process in local.processes:
+        if process.name not in infos:
+            continue
+        own = {int(a.rsplit(":", 1)[1]) for a in (infos[process.name].address, local.metrics_addresses[process.name])}
+        (port,) = listeners(one_pair)[process.name] - own
+        token = Credentials.fresh().opening()
+        visitors[process.name, "tcp"] = at_transport(("127.0.0.1", port), token)
+        greeting = Greeting(Mode.STREAM, bytes(32), 0, bytes(32)).pack()
+        (name,) = abstract_sockets(process.pid)
+        visitors[process.name, "local"] = at_transport(name, greeting)
+
+    def counts(name: str) -> dict[tuple[str, str], int]:
+        return counted(httpx2.get(f"http://{local.metrics_addresses[name]}/metrics", timeout=20).text)
+
+    before = {name: counts(name) for name in infos}
+    for (name, transport), strangers in visitors.items():
+        for stranger in strangers:
+            assert stranger.is_refused(), f"{transport} of {name} has let in: {stranger.name}"
+
+    def missing() -> list[tuple[str, str]]:
+        return [
+            (name, transport)
+            for (name, transport), strangers in visitors.items()
+            if counts(name)[transport, "token"] - before[name][transport, "token"] < len(strangers)
+        ]
+
+    wait_until(lambda: not missing(), "every stranger is counted")
+    for name, transport in visitors:
+        said = [line for line in one_pair.lines(name) if f"refused on the KV transport {transport} (token)" in line]
+        # A minute may end in between.
+        assert 1 <= len(said) <= 3
 
 
 async def test_every_grpc_method_takes_a_pickle_for_nonsense(one_pair: ProcessCluster, mark: Path) -> None:

@@ -18,7 +18,7 @@ from typing import Any
 import psutil
 import pytest
 
-from pdserve.client import Client
+from pdserve.client import Client, RetryPolicy
 from pdserve.config import Config, load_config
 from pdserve.errors import PdServeError
 from pdserve.launch.cluster import LocalCluster
@@ -180,7 +180,9 @@ def test_a_running_stream_ends_before_up_does(settings: dict[str, Any]) -> None:
 def test_a_second_signal_does_not_wait_for_running_streams(settings: dict[str, Any]) -> None:
     """O-OPS-3: with two workers of each kind."""
     several = {"local.prefill_workers": 2, "local.decode_workers": 2, "kv.num_blocks": 256}
-    with running(settings | several) as up, Client(up.wait_ready()["address"], timeout_s=60) as client:
+    # No other router could go on with the stream, so the client need not look for one for long.
+    policy = RetryPolicy(resume_s=0.5)
+    with running(settings | several) as up, Client(up.wait_ready()["address"], timeout_s=60, retry=policy) as client:
         assert len(client.status().workers) == 4
         descendants = up.descendants()
         with client.stream("Once", max_tokens=1900, temperature=0, ignore_eos=True) as stream:

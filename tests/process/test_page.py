@@ -256,6 +256,7 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
             process.wait(30)
 
 
+@pytest.mark.alone
 def test_a_kill_and_the_recovery_can_be_watched(browser: Browser, demo: str) -> None:
     with visit(browser, demo) as seen:
         wait_cards(seen, 4)

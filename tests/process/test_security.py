@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import shutil
 import ssl
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,9 +19,19 @@ from pdserve.client import AsyncClient
 from pdserve.client.access import Access
 from pdserve.errors import UnauthenticatedError
 from pdserve.security.api_keys import new_key, read_keys, write_keys
-from pdserve.testing.certificates import Certificates
+from pdserve.testing.certificates import EXPIRED, Certificates
 from pdserve.testing.process_cluster import CALL_TIMEOUT_S, ProcessCluster, wait_until
 from pdserve.testing.reference import check_greedy
+from pdserve.testing.strangers import (
+    Stranger,
+    at_http,
+    at_metrics,
+    at_router,
+    at_worker,
+    counted,
+    logged,
+    peer_context,
+)
 from pdserve.testing.waiting import eventually
 
 PROMPTS = [[7, 30, 41], list(range(3, 90)), list(range(5, 250))]
@@ -156,6 +168,59 @@ def test_no_log_has_a_key_or_a_hash(secured: Secured) -> None:
     hashes = [key.sha256 for key in read_keys(secured.keys_file)]
     assert secured.key not in lines and not any(found in lines for found in hashes)
     assert not re.search(r"pdk-[0-9a-f]{12}-", lines)
+
+
+def test_no_port_lets_a_stranger_in_and_each_is_counted_and_logged_once_a_minute(
+    secured: Secured, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """O-SEC: the table in SECURITY.md, but for the listeners of KV transports (test_hostile_bytes.py) and redis."""
+    ours = secured.certificates
+    theirs = Certificates(tmp_path_factory.mktemp("theirs"))
+    # Of our authority, in files of their own.
+    expired = Certificates(shutil.copytree(ours.directory, tmp_path_factory.mktemp("old") / "certs"), days=EXPIRED)
+    _, wrong_key = new_key("nobody")
+    local, infos = secured.cluster.local, secured.cluster.infos()
+    assert local.http_address is not None, "it has HTTP"
+    router = next(p.name for p in local.processes if p.role == "router")
+    strangers: dict[tuple[str, str], list[Stranger]] = {
+        (router, "grpc"): at_router(secured.cluster.address, ours, theirs, wrong_key),
+        (router, "http"): at_http(local.http_address, ours, theirs, wrong_key),
+    }
+    for name, info in infos.items():
+        # A decode worker is drained by no prefill worker, and so on: the wrong role is that of a prefill worker.
+        strangers[name, "grpc"] = at_worker(info.address, info.role.value, ours, theirs, expired)
+        strangers[name, "metrics"] = at_metrics(local.metrics_addresses[name], ours, theirs, expired)
+
+    def counts(name: str) -> dict[tuple[str, str], int]:
+        path, context = f"https://{local.metrics_addresses[name]}/metrics", peer_context(ours, ours)
+        headers = {"Authorization": f"Bearer {secured.key}"}
+        with httpx2.Client(verify=context, headers=headers, timeout=60) as client:
+            return counted(client.get(path).text)
+
+    before = {name: counts(name) for name, _ in strangers}
+    wanted: Counter[tuple[str, str, str]] = Counter()
+    for (name, port), visitors in strangers.items():
+        for stranger in visitors:
+            assert stranger.is_refused(), f"{port} of {name} has let in: {stranger.name}"
+            wanted[name, port, stranger.reason] += 1
+
+    def missing() -> dict[tuple[str, str, str], int]:
+        now = {name: counts(name) for name, _ in strangers}
+        return {
+            (name, port, reason): number
+            for (name, port, reason), number in wanted.items()
+            if now[name][port, reason] - before[name][port, reason] < number
+        }
+
+    wait_until(lambda: not missing(), "every stranger is counted", 60)
+    for name, port in strangers:
+        said = logged(secured.cluster.lines(name))
+        setting = {"grpc": "listen", "http": "http_port", "metrics": "metrics_listen"}[port]
+        for (setting_of, reason), number in said.items():
+            # A minute may end in between.
+            assert number <= 3, f"{name} says {number} times that it has refused ({reason}) on {setting_of}"
+        for reason in {reason for n, p, reason in wanted if (n, p) == (name, port)}:
+            assert any(at.endswith(f".{setting}") and why == reason for at, why in said), (name, port, reason)
 
 
 def _context(secured: Secured) -> Any:

@@ -19,7 +19,7 @@ from pdserve.launch.plan import ProcessPlan
 from pdserve.launch.process import ManagedProcess
 from pdserve.testing.process_cluster import ProcessCluster, wait_until
 
-pytestmark = pytest.mark.timeout(180)
+pytestmark = [pytest.mark.alone, pytest.mark.timeout(180)]
 
 PEER_TIMEOUT_S = 3.0
 """Also the lease of a router."""

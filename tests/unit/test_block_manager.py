@@ -69,7 +69,7 @@ def test_a_double_free_is_caught_and_changes_nothing() -> None:
     assert blocks is not None and other is not None
     manager.free(blocks)
     with pytest.raises(AssertionError, match="double free"):
-        manager.free(other + blocks)
+        manager.free(Blocks(other.ids + blocks.ids))
     assert manager.ref_count(other.ids[0]) == 1
     manager.check_integrity()
 
@@ -85,7 +85,7 @@ def test_the_same_block_twice_in_one_set_is_caught() -> None:
     blocks = manager.allocate(1)
     assert blocks is not None
     with pytest.raises(AssertionError, match="twice"):
-        manager.free(blocks + blocks)
+        manager.free(Blocks(blocks.ids + blocks.ids))
 
 
 def test_the_block_freed_last_is_handed_out_first_in_the_same_order() -> None:
@@ -322,7 +322,7 @@ class Caching(RuleBasedStateMachine):
         begin = parent.names[num_shared - 1] if num_shared else b""
         names = (*parent.names[:num_shared], *(begin + letters[: i + 1].encode() for i in range(len(letters))))
         held = {block_id for h in self.holders for block_id in h.blocks.ids}
-        blocks = self.manager.fork(parent.blocks, num_shared, len(letters))
+        blocks = self.manager.take(parent.blocks.ids[:num_shared], len(letters))
         if blocks is None:
             assert len(held) + len(letters) > self.NUM_BLOCKS
             return

@@ -16,11 +16,11 @@ from kv_transfer.chunk_io import ChunkIo, decode_io, prefill_io
 from kv_transfer.kv_codec import PayloadError
 from kv_transfer.plan import Chunk, ChunkPlan
 from kv_transfer.wire_format import WireFormat, negotiate
+from pdserve.engine.parallel.sharded_store import ShardedStore
 from pdserve.errors import HandoffError
 from pdserve.kv_layout import DTYPE_NBYTES, KvBlockStore, KvLayout
 from pdserve.testing.kv_elements import Element, elements, set_value, value_of
 from pdserve.testing.kv_store import NumpyBlockStore
-from pdserve.testing.sharded_store import ShardedStore
 
 LAYOUT = KvLayout(dtype="float16", block_size=4, num_layers=3, num_kv_heads=4, head_dim=2)
 NUM_TOKENS = 22

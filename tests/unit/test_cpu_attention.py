@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -37,6 +37,10 @@ class Case:
     table: npt.NDArray[np.int32]
     block_size: int
     group: int
+    sink_queries: Float32
+    """What sinks are compared with, like `queries`."""
+    window: int = 0
+    sinks: int = 0
 
     @property
     def length(self) -> int:
@@ -62,8 +66,24 @@ def make_case(
             pool[block, LAYER, 0, h].reshape(head_dim, block_size)[:, offset] = keys[p, h]
             pool[block, LAYER, 1, h].reshape(block_size, head_dim)[offset] = values[p, h]
     return Case(
-        keys.astype(np.float64), values.astype(np.float64), queries, pool.view(np.uint16), table, block_size, group
+        keys.astype(np.float64),
+        values.astype(np.float64),
+        queries,
+        pool.view(np.uint16),
+        table,
+        block_size,
+        group,
+        sink_queries=(rng.standard_normal(queries.shape) * 2 * head_dim**-0.5).astype(np.float32),
     )
+
+
+def forget_behind_window(case: Case, begin: int, window: int, sinks: int) -> Case:
+    """The same for queries from `begin` on that have a window: of blocks that they do not see the entries in the table
+    are those of a block that is NaN."""
+    table = case.table.copy()
+    nobody = next(i for i in range(len(case.pool)) if i not in case.table)
+    table[-(-sinks // case.block_size) : max(0, begin - window + 1) // case.block_size] = nobody
+    return replace(case, table=table, window=window, sinks=sinks)
 
 
 def run(case: Case, begin: int, end: int, tile: int | None = None) -> Float32:
@@ -84,9 +104,10 @@ def run(case: Case, begin: int, end: int, tile: int | None = None) -> Float32:
             following = (k_base, 2, end) if h else (0, 0, 0)
             attend(
                 case.queries.reshape(-1), (t * heads + h * case.group) * head_dim, heads * head_dim, count, t,
-                case.group, head_dim, case.pool.reshape(-1), k_base, k_base + strides[2], strides[0], case.block_size,
-                tables, 2, *following, scratch, out.reshape(-1), ((t - begin) * heads + h * case.group) * head_dim,
-                heads * head_dim,
+                case.window, case.sinks, case.sink_queries.reshape(-1), (t * heads + h * case.group) * head_dim,
+                heads * head_dim, case.group, head_dim, case.pool.reshape(-1), k_base, k_base + strides[2], strides[0],
+                case.block_size, tables, 2, *following, scratch, out.reshape(-1),
+                ((t - begin) * heads + h * case.group) * head_dim, heads * head_dim,
             )  # fmt: skip
     assert np.isnan(scratch[size:]).all()
     return out
@@ -98,6 +119,10 @@ def expected(case: Case, position: int) -> Float64:
     for head, query in enumerate(case.queries[position].astype(np.float64)):
         kv_head = head // case.group
         scores = case.keys[: position + 1, kv_head] @ query
+        if case.window:
+            of_sinks = case.keys[: min(case.sinks, position + 1), kv_head] @ case.sink_queries[position, head]
+            scores[: max(0, position - case.window + 1)] = -np.inf
+            scores[: case.sinks] = of_sinks
         weights = np.exp(scores - scores.max())
         rows.append(weights @ case.values[: position + 1, kv_head] / weights.sum())
     return np.stack(rows)
@@ -186,19 +211,55 @@ def test_tiles_are_as_large_as_the_scratch_memory_allows(group: int) -> None:
 def test_where_the_blocks_lie_does_not_matter() -> None:
     case = make_case(200)
     order = np.random.default_rng(9).permutation(len(case.pool))
-    moved = Case(
-        case.keys, case.values, case.queries, case.pool[order], np.argsort(order)[case.table].astype(np.int32), 16, 3
-    )
+    moved = replace(case, pool=case.pool[order], table=np.argsort(order)[case.table].astype(np.int32))
     assert not np.array_equal(moved.table, case.table)
     assert run(moved, 190, 200).tobytes() == run(case, 190, 200).tobytes()
 
 
 def test_scores_far_apart_neither_overflow_nor_vanish() -> None:
     case = make_case(300)
-    huge = Case(
-        case.keys, case.values, case.queries * np.float32(1000), case.pool, case.table, case.block_size, case.group
-    )
+    huge = replace(case, queries=case.queries * np.float32(1000))
     actual = run(huge, 280, 300)
     wanted = np.stack([expected(huge, p) for p in range(280, 300)])
     # float32 scores of size 1e4 are off by 1e-3.
     np.testing.assert_allclose(actual, wanted, atol=2e-2)
+
+
+@few
+@given(
+    length=st.integers(1, 600),
+    chunk=st.integers(1, 40),
+    window=st.integers(1, 300),
+    sinks=st.sampled_from([0, 0, 1, 4, 16, 37, 128]),
+    group=st.sampled_from([1, 3, 5, 9]),
+    head_dim=st.sampled_from([16, 64, 80]),
+    block_size=st.sampled_from([16, 32, 128]),
+    seed=st.integers(0, 100),
+)
+def test_a_window_with_sinks_behind_blocks_that_are_gone(
+    length: int, chunk: int, window: int, sinks: int, group: int, head_dim: int, block_size: int, seed: int
+) -> None:
+    """Blocks that are neither in the window nor of the sinks are another's, full of NaN."""
+    case = make_case(length, kv_heads=1, group=group, head_dim=head_dim, block_size=block_size, seed=seed)
+    begin = max(0, length - chunk)
+    check(forget_behind_window(case, begin, window, sinks), begin, length)
+
+
+@pytest.mark.parametrize("sinks", [0, 4, 128])
+@pytest.mark.parametrize("window", [1, 16, 100, 128, 300])
+def test_a_row_with_a_window_has_the_same_bits_in_any_tile(window: int, sinks: int) -> None:
+    """Also in a tile whose first row sees a segment more, and in a chunk that begins behind blocks that are gone."""
+    case = make_case(3 * SEGMENT + 25, group=3, kv_heads=1, head_dim=80)
+    case = replace(case, window=window, sinks=sinks)
+    whole = run(case, 0, case.length)
+    for tile in (1, 5):
+        assert run(case, 0, case.length, tile).tobytes() == whole.tobytes()
+    for begin in (1, 130, SEGMENT + window, 2 * SEGMENT - 1, 3 * SEGMENT + 24):
+        begin = min(begin, case.length - 1)
+        left = forget_behind_window(case, begin, window, sinks)
+        assert run(left, begin, case.length).tobytes() == whole[begin:].tobytes()
+
+
+def test_a_window_as_long_as_the_context_changes_no_bit() -> None:
+    case = make_case(300)
+    assert run(replace(case, window=300), 0, 300).tobytes() == run(case, 0, 300).tobytes()

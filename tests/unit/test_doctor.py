@@ -6,6 +6,7 @@ import errno
 import json
 import socket
 from collections.abc import Iterator
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from pdserve.cli.doctor import doctor
 from pdserve.config import Config, load_config
 from pdserve.doctor.certificates import check_certificates
 from pdserve.doctor.findings import Finding, Verdict
-from pdserve.doctor.machine import Gpus, check_gpus, check_memory, check_open_files, check_processor
+from pdserve.doctor.machine import Gpus, check_gpus, check_memory, check_open_files, check_processor, check_ranks
 from pdserve.doctor.peers import check_model, check_pairs, check_peers
 from pdserve.doctor.ports import check_ports
 from pdserve.doctor.ptrace import check_ptrace, read_of_a_child
@@ -119,6 +120,13 @@ def test_finds_another_model_and_workers_that_do_not_fit_each_other() -> None:
     assert_says(pair, Verdict.PROBLEM, names="prefill-0 cannot hand KV to decode-0", remedy="same model")
 
 
+def test_finds_that_kv_is_rounded_between_workers() -> None:
+    coded = replace(worker(Role.DECODE), kv_layout=replace(LAYOUT, dtype="int8"))
+    (pair,) = check_pairs([worker(Role.PREFILL), coded])
+    assert_says(pair, Verdict.WARNING, names="prefill-0 has KV in float32 and decode-0 in int8", remedy="kv.dtype")
+    assert check_pairs([worker(Role.PREFILL), worker(Role.DECODE)]) == []
+
+
 def test_finds_that_memory_of_others_must_not_be_read(tmp_path: Path) -> None:
     yama = tmp_path / "ptrace_scope"
     yama.write_text("3\n")
@@ -147,6 +155,23 @@ def test_finds_that_there_is_no_gpu_and_no_nccl() -> None:
     assert_says(finding, Verdict.PROBLEM, names="sees 1 GPUs", remedy="nvidia-smi")
     _, finding = check_gpus(config, lambda: Gpus(torch_version="2", count=2))
     assert_says(finding, Verdict.PROBLEM, names="has no NCCL", remedy="CUDA build")
+
+
+def test_finds_too_few_gpus_or_cores_for_the_ranks_of_a_worker() -> None:
+    on_gpus = config_of(engine__device="cuda:1", engine__tensor_parallel=2, transfer__transports=["grpc"])
+    (finding,) = check_gpus(on_gpus, lambda: Gpus(torch_version="2", count=2))
+    assert_says(finding, Verdict.PROBLEM, names="engine.tensor_parallel 2", remedy="nvidia-smi")
+    _, finding = check_gpus(on_gpus, lambda: Gpus(torch_version="2", count=3))
+    assert_says(finding, Verdict.PROBLEM, names="has no NCCL", remedy="engine.tensor_parallel to 1")
+    assert check_ranks(on_gpus, lambda: 1) == []
+    on_cpus = config_of(engine__tensor_parallel=4)
+    (finding,) = check_ranks(on_cpus, lambda: 2)
+    assert_says(finding, Verdict.WARNING, names="there are 2 cores", remedy="lower engine.tensor_parallel")
+    (finding,) = check_ranks(on_cpus, lambda: 4)
+    assert finding.verdict is Verdict.OK
+    (finding,) = check_ranks(config_of(engine__tensor_parallel=2, engine__kind="cpu"), lambda: 4)
+    assert_says(finding, Verdict.PROBLEM, names="the CPU engine is one process", remedy="engine.kind to torch")
+    assert check_ranks(config_of(), lambda: 1) == []
 
 
 def test_finds_what_the_machine_lacks() -> None:

@@ -146,6 +146,19 @@ def test_a_window_of_a_gguf_file_as_long_as_its_context_is_none() -> None:
     assert from_gguf({"llama.attention.sliding_window": 1024}) == EXPECTED
 
 
+@pytest.mark.parametrize(
+    ("pattern", "windows"),
+    [
+        (ABSENT, (512, 512, 512)),
+        (np.array([True, False, True]), (512, 0, 512)),
+        (np.array([False, False, False]), ()),
+    ],
+)
+def test_windows_of_a_gguf_file_are_read_for_each_layer(pattern: object, windows: tuple[int, ...]) -> None:
+    change = {"llama.attention.sliding_window": 512, "llama.attention.sliding_window_pattern": pattern}
+    assert from_gguf(change).layer_windows == windows
+
+
 def test_lm_head_of_a_gguf_file_is_untied_if_it_is_stored() -> None:
     assert not from_gguf({}, tensors=["token_embd.weight", "output.weight"]).tie_word_embeddings
 
@@ -222,24 +235,53 @@ def test_windows_that_no_sequence_outgrows_are_none(change: dict[str, Any]) -> N
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("change", "windows"),
     [
-        (MISTRAL | {"max_position_embeddings": 8192}, "sliding_window is missing, which means 4096"),
-        (MISTRAL | {"sliding_window": 1023}, "sliding_window is 1023"),
-        (MISTRAL | {"sliding_window": 512, "layer_types": ["full_attention"] * 3}, "sliding_window is 512"),
-        (QWEN2 | {"sliding_window": 128, "use_sliding_window": True, "max_window_layers": 2}, "sliding_window is 128"),
+        (MISTRAL | {"max_position_embeddings": 8192}, (4096, 4096, 4096)),
+        (MISTRAL | {"sliding_window": 1023}, (1023, 1023, 1023)),
+        (MISTRAL | {"sliding_window": 512, "layer_types": ["full_attention"] * 3}, (512, 512, 512)),
+        (QWEN2 | {"sliding_window": 128, "use_sliding_window": True, "max_window_layers": 2}, (0, 0, 128)),
         (
             QWEN3 | {"use_sliding_window": True, "max_window_layers": 0, "max_position_embeddings": 8192},
-            "sliding_window is missing, which means 4096",
+            (4096, 4096, 4096),
         ),
-        (QWEN3 | {"layer_types": ["full_attention", "sliding_attention"]}, "layer_types has layers without full"),
-        (QWEN2 | {"layer_types": "sliding_attention"}, "layer_types has layers without full"),
-        (PHI3 | {"sliding_window": 512}, "sliding_window is 512"),
+        (
+            QWEN3
+            | {
+                "use_sliding_window": True,
+                "sliding_window": 64,
+                "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+            },
+            (0, 64, 0),
+        ),
+        (PHI3 | {"sliding_window": 512}, (512, 512, 512)),
+    ],
+)
+def test_windows_are_read_for_each_layer(change: dict[str, Any], windows: tuple[int, ...]) -> None:
+    config = hf(**change)
+    assert config.layer_windows == windows
+    assert config.kv_window.size == (0 if 0 in windows else windows[0])
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (QWEN3 | {"layer_types": ["full_attention", "sliding_attention"]}, "layer_types names 2 layers"),
+        (QWEN2 | {"layer_types": "sliding_attention"}, "layer_types must be a list of full_attention and sliding_att"),
+        (QWEN2 | {"layer_types": ["linear_attention"] * 3}, "layer_types must be a list of full_attention and sliding"),
+        (QWEN2 | {"layer_types": ["sliding_attention"] * 3}, "layer_types has sliding_attention, but use_sliding_win"),
+        (
+            QWEN2 | {"layer_types": ["sliding_attention"] * 3, "use_sliding_window": True, "sliding_window": None},
+            "sliding_window is null, but layer_types has",
+        ),
+        (MISTRAL | {"layer_types": ["sliding_attention"] * 3}, "layer_types has layers without full attention"),
+        ({"layer_types": ["chunked_attention"] * 3}, "layer_types has layers without full attention"),
+        (MISTRAL | {"sliding_window": 0}, "sliding_window must be an integer from 1"),
     ],
     ids=lambda v: "" if isinstance(v, dict) else v,
 )
-def test_windows_that_would_matter_are_refused(change: dict[str, Any], message: str) -> None:
-    with pytest.raises(ModelLoadError, match=rf"^d/config\.json: {message}.*sliding windows shorter"):
+def test_windows_that_contradict_themselves_are_refused(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(ModelLoadError, match=rf"^d/config\.json: {message}"):
         hf(**change)
 
 
@@ -396,7 +438,10 @@ def test_what_is_wrong_with_a_generation_config_is_named() -> None:
         ({"general.architecture": ABSENT}, "general.architecture is missing"),
         ({"split.count": 3}, "split.count is 3: this is one part of a split model"),
         ({"llama.expert_count": 8}, "llama.expert_count is 8: mixtures of experts"),
-        ({"llama.attention.sliding_window": 512}, "llama.attention.sliding_window is 512: sliding windows shorter"),
+        (
+            {"llama.attention.sliding_window": 512, "llama.attention.sliding_window_pattern": 6},
+            "llama.attention.sliding_window_pattern must be 3 times true or false",
+        ),
         ({"llama.final_logit_softcapping": 30.0}, "llama.final_logit_softcapping is 30.0: capped logits"),
         ({"llama.attention.causal": False}, "llama.attention.causal is False"),
         ({"llama.rope.scaling.type": "longrope"}, "llama.rope.scaling.type is 'longrope', which is not supported"),

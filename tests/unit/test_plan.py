@@ -32,6 +32,7 @@ def wires(draw: st.DrawFn) -> WireFormat:
     return WireFormat(
         layout=layout,
         receiver_block_size=draw(st.sampled_from([layout.block_size, 16, 24, 32, 64])),
+        receiver_dtype=draw(st.sampled_from([layout.dtype, "int8"])),
         head_cuts=tuple(sorted(cuts)),
         codec=draw(st.sampled_from(CODECS)),
     )
@@ -80,7 +81,7 @@ def test_a_payload_is_the_whole_blocks_of_the_sender_that_hold_its_tokens(plan: 
         assert (chunk.block_end - 1) * size < chunk.token_end <= chunk.block_end * size
         heads = 2 * (chunk.head_end - chunk.head_begin)
         per_layer = heads * plan.layout.head_nbytes
-        if not plan.wire.exact:
+        if plan.wire.codec != "none":
             per_layer = heads * (size * plan.layout.head_dim + SCALE_NBYTES)
         assert chunk.nbytes == (chunk.block_end - chunk.block_begin) * (chunk.layer_end - chunk.layer_begin) * per_layer
         total += chunk.nbytes
@@ -190,7 +191,7 @@ def test_without_a_tail_and_between_equal_sides_the_order_follows_the_tokens() -
 
 def test_chunks_end_where_blocks_of_both_sides_do_and_leave_out_what_the_receiver_holds() -> None:
     layout = KvLayout(dtype="float16", block_size=32, num_layers=1, num_kv_heads=4, head_dim=2)
-    wire = WireFormat(layout=layout, receiver_block_size=16, head_cuts=(1, 2))
+    wire = WireFormat(layout=layout, receiver_block_size=16, receiver_dtype=layout.dtype, head_cuts=(1, 2))
     plan = ChunkPlan.make(80, layout, 1).on(wire).after(48)
     spans = [(c.head_begin, c.head_end, c.token_begin, c.token_end, c.block_begin, c.block_end) for c in chunks(plan)]
     assert spans == [

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import AsyncIterator, Sequence
+from concurrent.futures import Future
 from typing import Any
 
 import numpy as np
@@ -253,3 +254,21 @@ async def test_a_step_does_not_wait_for_ever(worker: Worker, monkeypatch: pytest
     (error,) = worker.grammars.take_failed().values()
     assert isinstance(error, InvalidRequestError)
     assert "too complex" in error.message
+
+
+def test_the_time_in_which_a_process_is_stopped_is_none_in_which_a_mask_is_made() -> None:
+    """Found by the chaos matrix (decode, freeze): after a stop of seconds the wait is over before the mask is begun."""
+
+    class Stopped(Future[Any]):
+        """The first wait is over at once, as it looks from inside a process that was stopped during it."""
+
+        num_waits = 0
+
+        def exception(self, timeout: float | None = None) -> BaseException | None:
+            self.num_waits += 1
+            assert timeout is not None and timeout < sequences.MAX_WAIT_S / 2
+            if self.num_waits == 1:
+                raise TimeoutError
+            return None
+
+    assert sequences._ended_with(Stopped()) is None

@@ -25,8 +25,8 @@ QUERY_STRIDE = MAX_HEAD_DIM + 16
 """Distance between rows of queries in the scratch memory: no power of two, so that they spread over the cache."""
 ROW_COUNTS = (24, 12, 8, 4, 3, 2, 1) if selected_isa() == "avx512vnni" else (4, 3, 2, 1)
 """Rows that the loops exist for: as many as fit in the registers, and smaller numbers."""
-LINE_WORDS = 32
-"""16-bit words in a cache line."""
+LINE_NBYTES = 64
+"""Bytes in a cache line."""
 FEW_ROWS = 4
 """Up to so many rows have two vectors of tokens, or four of dimensions, at once: additions take several cycles, and
 only independent ones overlap."""
@@ -34,9 +34,12 @@ only independent ones overlap."""
 _i32, _i64, _f32 = ir.IntType(32), ir.IntType(64), ir.FloatType()
 _f32x16 = ir.VectorType(_f32, 16)
 _f16x16 = ir.VectorType(ir.HalfType(), 16)
+_i8x16 = ir.VectorType(ir.IntType(8), 16)
 
 
-class _Emitter:
+class Emitter:
+    """Loads, stores and multiplications on sixteen lanes."""
+
     def __init__(self, builder: Any) -> None:
         self.b = builder
 
@@ -52,9 +55,20 @@ class _Emitter:
     def store(self, pointer: Any, index: Any, value: Any) -> None:
         v._store(self.b, value, self.b.bitcast(self.b.gep(pointer, [index]), _f32x16.as_pointer()))
 
-    def halves(self, pointer: Any, index: Any) -> Any:
-        half = v._load(self.b, self.b.bitcast(self.b.gep(pointer, [index]), _f16x16.as_pointer()))
-        return self.b.fpext(half, _f32x16)
+    def stored(self, pointer: Any, index: Any) -> Any:
+        """Sixteen keys or values: float16, or the codes of a pool of bytes."""
+        is_coded = self.is_coded(pointer)
+        place = self.b.bitcast(self.b.gep(pointer, [index]), (_i8x16 if is_coded else _f16x16).as_pointer())
+        vector = v._load(self.b, place)
+        return self.b.sitofp(vector, _f32x16) if is_coded else self.b.fpext(vector, _f32x16)
+
+    def is_coded(self, pointer: Any) -> bool:
+        """Whether it is a pool of bytes."""
+        return int(pointer.type.pointee.width) == 8
+
+    def line(self, pointer: Any) -> int:
+        """Elements in a cache line."""
+        return 8 * LINE_NBYTES // int(pointer.type.pointee.width)
 
     def fetch(self, pointer: Any, index: Any) -> None:
         """Ask for a cache line, to be there some hundred instructions later."""
@@ -69,7 +83,8 @@ class _Emitter:
         self.b.store(total, place)
 
 
-def _for_each_row_count(b: Any, rows: Any, emit: Any) -> None:
+def for_each_row_count(b: Any, rows: Any, emit: Any) -> None:
+    """A switch on `rows` with the code that `emit` makes for each of ROW_COUNTS."""
     after = b.append_basic_block("after_rows")
     switch = b.switch(rows, after)
     for count in ROW_COUNTS:
@@ -81,7 +96,8 @@ def _for_each_row_count(b: Any, rows: Any, emit: Any) -> None:
     b.position_at_end(after)
 
 
-def _data(context: Any, builder: Any, sig: Any, args: Any, index: int) -> Any:
+def data_of(context: Any, builder: Any, sig: Any, args: Any, index: int) -> Any:
+    """Pointer to the first element of argument `index`, an array."""
     return context.make_array(sig.args[index])(context, builder, args[index]).data
 
 
@@ -99,8 +115,8 @@ def score_tile(  # type: ignore[no-untyped-def]
 
     def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
         rows, _, q_at, _, at, second_at, ahead, second_ahead, head_dim, block_size, _, out_at = args
-        b, e = builder, _Emitter(builder)
-        q, kv, out = (_data(context, b, sig, args, i) for i in (1, 3, 10))
+        b, e = builder, Emitter(builder)
+        q, kv, out = (data_of(context, b, sig, args, i) for i in (1, 3, 10))
         half = b.sdiv(head_dim, ir.Constant(_i64, 2))
 
         def emit(count: int) -> None:
@@ -112,8 +128,8 @@ def score_tile(  # type: ignore[no-untyped-def]
                 if count <= FEW_ROWS:
                     early = b.icmp_signed("<", loop.index, half)
                     line = b.select(early, loop.index, b.sub(loop.index, half))
-                    e.fetch(kv, b.add(b.select(early, ahead, second_ahead), b.mul(line, ir.Constant(_i64, LINE_WORDS))))
-                keys = [e.halves(kv, b.add(place, step)) for place in places]
+                    e.fetch(kv, b.add(b.select(early, ahead, second_ahead), b.mul(line, ir.Constant(_i64, e.line(kv)))))
+                keys = [e.stored(kv, b.add(place, step)) for place in places]
                 for r in range(count):
                     query = e.splat(q, e.add(b.add(q_at, loop.index), r * QUERY_STRIDE))
                     for i, key in enumerate(keys):
@@ -122,7 +138,7 @@ def score_tile(  # type: ignore[no-untyped-def]
                 for r, place in enumerate(of_place):
                     e.store(out, e.add(out_at, r * SEGMENT + 16 * i), b.load(place))
 
-        _for_each_row_count(b, rows, emit)
+        for_each_row_count(b, rows, emit)
         return context.get_dummy_value()
 
     n = types.intp
@@ -148,14 +164,16 @@ def value_tile(  # type: ignore[no-untyped-def]
     ahead_at,
     ahead_blocks,
     ahead_base,
+    second_behind,
 ):
     """acc[r, 0:16] += sum over tokens j of s[r, j] V[j, 0:16] for one of ROW_COUNTS rows; acc[r, 0:64] if `vectors` is
     4, which needs FEW_ROWS rows or fewer.
 
-    s: float32 with both weights (from s_at, rows SEGMENT apart) and acc (from acc_at, rows head_dim apart); kv: uint16,
-    V token-major at `base` inside a block; tables: int32 block ids of the segment from `table_at` on; count: tokens.
+    s: float32 with both weights (from s_at, rows SEGMENT apart) and acc (from acc_at, rows head_dim apart); kv: uint16
+    or, for codes, uint8, V token-major at `base` inside a block; tables: int32 block ids of the segment from `table_at`
+    on; count: tokens.
     With 4 vectors, one line after the other is fetched meanwhile of up to `ahead_blocks` blocks from `ahead_at` on, at
-    `ahead_base` inside them.
+    `ahead_base` inside them; of codes also at `second_behind` behind that.
     """
 
     def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
@@ -176,9 +194,10 @@ def value_tile(  # type: ignore[no-untyped-def]
             ahead_at,
             ahead_blocks,
             ahead_base,
+            second_behind,
         ) = args
-        b, e = builder, _Emitter(builder)
-        s, kv, tables = (_data(context, b, sig, args, i) for i in (2, 5, 6))
+        b, e = builder, Emitter(builder)
+        s, kv, tables = (data_of(context, b, sig, args, i) for i in (2, 5, 6))
         num_blocks = b.sdiv(b.sub(b.add(count, block_size), ir.Constant(_i64, 1)), block_size)
 
         def run(number: int, width: int) -> None:
@@ -202,9 +221,12 @@ def value_tile(  # type: ignore[no-untyped-def]
                 with cgutils.for_range(b, tokens) as token:
                     at = b.add(start, b.mul(token.index, head_dim))
                     if width > 1:
-                        for word in range(0, 16 * width, LINE_WORDS):
-                            e.fetch(kv, e.add(b.add(ahead, b.mul(token.index, head_dim)), word))
-                    values = [e.halves(kv, e.add(at, 16 * c)) for c in range(width)]
+                        line = b.add(ahead, b.mul(token.index, head_dim))
+                        for element in range(0, 16 * width, e.line(kv)):
+                            e.fetch(kv, e.add(line, element))
+                            if e.is_coded(kv):
+                                e.fetch(kv, e.add(b.add(line, second_behind), element))
+                    values = [e.stored(kv, e.add(at, 16 * c)) for c in range(width)]
                     weight_at = b.add(s_at, b.add(first, token.index))
                     for r in range(number):
                         weight = e.splat(s, e.add(weight_at, r * SEGMENT))
@@ -224,8 +246,8 @@ def value_tile(  # type: ignore[no-untyped-def]
                 with narrow:
                     run(number, 1)
 
-        _for_each_row_count(b, rows, emit)
+        for_each_row_count(b, rows, emit)
         return context.get_dummy_value()
 
     n = types.intp
-    return types.void(n, n, s, n, n, kv, tables, n, n, n, n, n, n, n, n, n), codegen
+    return types.void(n, n, s, n, n, kv, tables, n, n, n, n, n, n, n, n, n, n), codegen

@@ -1,4 +1,4 @@
-"""The CPU engine: one compiled function per step over packed weights and a float16 block pool.
+"""The CPU engine: one compiled function per step over packed weights and a block pool in float16 or eight bits.
 
 A request's logits and KV bytes do not depend on batch, chunking, threads or processor model: see `gemm.py` and
 `attention.py` for why. Threads share the work of a step and meet at barriers inside the kernels.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Final, Literal, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -25,7 +26,8 @@ from pdserve.engine.engine import LayerWatch
 from pdserve.engine.host_store import HostBlockStore
 from pdserve.engine.noise import row_keys
 from pdserve.engine.output import Logprobs, StepOutput
-from pdserve.kv_layout import KvBlockStore, KvLayout
+from pdserve.engine.shared_pool import allocate_pool
+from pdserve.kv_layout import KvBlockStore, KvLayout, spread_factors
 from pdserve.model.config import ModelConfig
 from pdserve.model.quants import dequantize
 from pdserve.model.rope import rope_tables
@@ -37,20 +39,28 @@ SHARED_ROWS = 4
 """Rows of logits from which on threads share the drawing: fewer take less time than waking a thread."""
 
 
-def kv_layout(config: ModelConfig, block_size: int, weights: WeightFormat = "auto") -> KvLayout:
+KvDtype = Literal["float16", "int8"]
+KV_DTYPES: Final[tuple[KvDtype, ...]] = get_args(KvDtype)
+"""In what this engine keeps KV."""
+
+
+def kv_layout(
+    config: ModelConfig, block_size: int, weights: WeightFormat = "auto", kv_dtype: KvDtype = "float16"
+) -> KvLayout:
     """Geometry of this engine's KV blocks.
 
     The format of the weights is part of it: KV computed on others is not what this engine would have computed.
     """
     return KvLayout(
-        dtype="float16",
+        dtype=kv_dtype,
         block_size=block_size,
         num_layers=config.num_layers,
         num_kv_heads=config.num_kv_heads,
         head_dim=config.head_dim,
-        k_order="dim,token",
+        k_order="dim/4,token,4" if kv_dtype == "int8" else "dim,token",
         v_order="token,dim",
         numerics=f"cpu weights:{weights}",
+        window=config.kv_window,
     )
 
 
@@ -67,28 +77,32 @@ class CpuEngine:
         threads: int,
         cpus: Sequence[int] | None = None,
         cores: CoreLedger | None = None,
+        team: Team | None = None,
     ) -> None:
         """`cpus`: one for each of the first threads to be pinned to; the calling thread, which has to call `forward` as
-        well, is the first. `cores` says before each step how many of the threads take part; all of them without."""
+        well, is the first. `cores` says before each step how many of the threads take part; all of them without. `team`
+        is that of another engine that the same thread calls, with as many threads."""
         block_size = layout.block_size
         self._config = config
         self._layout = layout
         self._num_blocks = num_blocks
         self._model = model
-        self._shape = ModelShape(config, block_size)
+        self._shape = ModelShape(config, block_size, coded_kv=layout.has_scales)
         self._shape_vector = self._shape.vector
-        self._team = Team(threads, cpus)
+        self._windows = self._shape.windows
+        self._team = team or Team(threads, cpus)
         self._cores = cores
         self._work = Workspace(self._shape, threads)
         self._ids = np.empty((threads, config.vocab_size), np.int64)
-        # No sequence is longer than the pool.
-        self._num_positions = min(config.max_position_embeddings, num_blocks * block_size)
+        self._num_positions = layout.longest_sequence(config.max_position_embeddings, num_blocks)
         tables = rope_tables(config, self._num_positions)
         self._cos, self._sin = tables.cos.reshape(-1), tables.sin.reshape(-1)
         self._eps = np.float32(config.rms_norm_eps)
-        # Zeros: attention multiplies slots that were never written by a weight of exactly 0. Memory is mapped lazily,
-        # and numpy asks for huge pages: with small ones attention over a long context takes nearly twice as long.
-        self._kv = np.zeros(num_blocks * self._shape.block_words, np.uint16)
+        # Zeros: attention multiplies slots that were never written by a weight of exactly 0. The kernels tell the two
+        # kinds of pool apart by the type of the array.
+        element = np.uint8 if layout.has_scales else np.uint16
+        self._kv = allocate_pool(num_blocks * layout.block_nbytes).data.view(element)
+        self._spreads = np.array(spread_factors(config.head_dim), np.float32)
         self._embedding_rows = model.embedding.data.reshape(config.vocab_size, -1)
         words = self._kv.view(np.int32).reshape(num_blocks, config.num_layers, -1)
         self._store = HostBlockStore(self._layout, words)
@@ -107,6 +121,11 @@ class CpuEngine:
     def num_blocks(self) -> int:
         """Blocks in the KV pool."""
         return self._num_blocks
+
+    @property
+    def team(self) -> Team:
+        """The threads that compute."""
+        return self._team
 
     @property
     def store(self) -> KvBlockStore:
@@ -165,10 +184,10 @@ class CpuEngine:
             self._team.run(
                 step_kernels.step, np.zeros(1 + num_layers, np.int64), begin, num_layers if end is None else end,
                 self._shape_vector, model.arena, model.matrices, model.floats, model.norms, self._cos, self._sin,
-                batch.positions, sequence, batch.slot_mapping, batch.block_tables, work.items[:num_items],
-                batch.logit_rows if end is None else batch.logit_rows[:0], self._eps, self._kv, work.x, work.xn,
-                work.xq, work.xs, work.xpair, work.inner, work.inner_q, work.inner_s, work.inner_pair, work.y,
-                work.scratch, work.logits_flat,
+                batch.positions, self._windows, sequence, batch.slot_mapping, batch.block_tables,
+                work.items[:num_items], batch.logit_rows if end is None else batch.logit_rows[:0], self._eps, self._kv,
+                self._spreads, work.x, work.xn, work.xq, work.xs, work.xpair, work.inner, work.inner_q, work.inner_s,
+                work.inner_pair, work.y, work.sink_q, work.scratch, work.logits_flat,
             )  # fmt: skip
             if watch is not None and end is not None:
                 watch.on_done(end)

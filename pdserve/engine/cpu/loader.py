@@ -15,7 +15,7 @@ from pdserve.core_ledger import CoreLedger
 from pdserve.cpus import allowed_cores, available_cpus, share_cpus
 from pdserve.engine.batch import SampleRequest, ScoreRequest, SequenceChunk, build_batch
 from pdserve.engine.cpu.attention_tile import SEGMENT
-from pdserve.engine.cpu.engine import CpuEngine, kv_layout
+from pdserve.engine.cpu.engine import KV_DTYPES, CpuEngine, kv_layout
 from pdserve.engine.cpu.isa import selected_isa
 from pdserve.engine.cpu.jit import cache_dir
 from pdserve.engine.cpu.shape import ModelShape
@@ -42,29 +42,45 @@ def load_cpu_engine(
     num_threads: int | None = None,
     pin_threads: bool | Sequence[int] = False,
     cores: CoreLedger | None = None,
+    kv_dtype: str | None = None,
+    beside: CpuEngine | None = None,
 ) -> CpuEngine:
     """Pack the weights of `source`, make a KV pool, and compile the kernels or read them from the cache.
 
     The pool has `num_blocks` blocks, or as many as fit in `kv_cache_bytes`: give one of the two. `num_threads` None
     takes as many as this process may use cores. `pin_threads` gives each a CPU of its own: one of those
     listed, or of all that this process may use. With `cores` there are as many as it allows at most, of which it says
-    before each step how many take part; those beyond `num_threads` are not pinned.
+    before each step how many take part; those beyond `num_threads` are not pinned. K and V are kept in
+    `kv_dtype`, one of KV_DTYPES; None is the first. `beside` is another engine that the same thread will call: both
+    have its threads, as they are.
 
     Raises ConfigError, naming the setting, for one that is wrong or asks for more than the machine has.
     """
     if block_size % 16 or SEGMENT % block_size:
         raise ConfigError(f"block_size: the CPU engine takes 16, 32, 64 or 128, got {block_size}", field="block_size")
-    shape = ModelShape(source.config, block_size)
-    layout = kv_layout(source.config, block_size, weights)
+    dtype = next((name for name in KV_DTYPES if name == (kv_dtype or KV_DTYPES[0])), None)
+    if dtype is None:
+        raise ConfigError(
+            f"kv_dtype: the CPU engine keeps KV in {' or '.join(KV_DTYPES)}, not in {kv_dtype}, which needs "
+            "engine.kind: torch",
+            field="kv_dtype",
+        )
+    layout = kv_layout(source.config, block_size, weights, dtype)
+    shape = ModelShape(source.config, block_size, coded_kv=layout.has_scales)
     blocks = pool_blocks(layout, num_blocks, kv_cache_bytes)
+    team = None if beside is None else beside.team
     threads = num_threads if num_threads is not None else available_cpus()
-    cpus = _cpus(pin_threads, threads)
-    if cores is not None:
+    cpus = None if team is not None else _cpus(pin_threads, threads)
+    if team is not None:
+        threads = team.size
+    elif cores is not None:
         threads = cores.most
     pool_setting = "num_blocks" if kv_cache_bytes is None else "kv_cache_bytes"
     _check_memory(packed_nbytes(source, weights), blocks * layout.block_nbytes, pool_setting)
     model = pack_model(source, shape, weights)
-    engine = CpuEngine(source.config, model, layout, num_blocks=blocks, threads=threads, cpus=cpus, cores=cores)
+    engine = CpuEngine(
+        source.config, model, layout, num_blocks=blocks, threads=threads, cpus=cpus, cores=cores, team=team
+    )
     warm_up(engine)
     return engine
 
@@ -118,7 +134,7 @@ def warm_up(engine: CpuEngine) -> None:
         SampleRequest(params=SamplingParams(temperature=0.0), allowed=lambda: any_token),
         SampleRequest(params=SamplingParams(temperature=1.0, top_p=0.5)),
     )
-    with _compiling():
+    with _compiling("coded-kv" if engine.layout.has_scales else ""):
         for sample in draws:
             chunk = SequenceChunk(
                 token_ids=[0],
@@ -131,13 +147,14 @@ def warm_up(engine: CpuEngine) -> None:
 
 
 @contextmanager
-def _compiling() -> Iterator[None]:
+def _compiling(variant: str) -> Iterator[None]:
+    """`variant`: of the kernels, which are compiled for each kind of pool."""
     directory = cache_dir()
     # It may have been deleted since it was made.
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     with (directory / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        done = directory / "compiled"
+        done = directory / "-".join(filter(None, ("compiled", variant)))
         if not done.exists():
             log.info("compiling kernels for this CPU (%s), once per version: about 20 seconds", selected_isa())
         began = time.monotonic()

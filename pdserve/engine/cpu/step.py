@@ -11,7 +11,8 @@ import numpy as np
 from numba import njit
 
 from pdserve.engine.cpu import vec as v
-from pdserve.engine.cpu.attention import attend, tile_tokens
+from pdserve.engine.cpu.attention import attend, first_read, tile_tokens
+from pdserve.engine.cpu.coded_kv import put_key, put_value, spread
 from pdserve.engine.cpu.formats import BLOCK, F16, ROWS, STRIP
 from pdserve.engine.cpu.gemm import TOKEN_BLOCK, gemm
 from pdserve.engine.cpu.jit import OPTIONS
@@ -24,6 +25,7 @@ from pdserve.engine.cpu.shape import (
     FFN_PADDED,
     GATE,
     HEAD_DIM,
+    HEAD_STRIDE,
     HEADS,
     HIDDEN,
     HIDDEN_PADDED,
@@ -31,6 +33,7 @@ from pdserve.engine.cpu.shape import (
     LAYERS,
     MATRICES_PER_LAYER,
     QKV_WIDTH,
+    SINKS,
     UP,
     VOCAB_PADDED,
     K,
@@ -76,9 +79,10 @@ def _clear(row, begin, end):
 
 
 @njit(**OPTIONS)
-def _enter(t0, t1, y, width, heads, kv_heads, head_dim, floats, norms, layer, eps, cos, sin, positions, slots, kv,
-           block_size, block_stride, layer_stride):  # fmt: skip
-    """What attention needs of tokens [t0, t1): rotated queries, already scaled, in y; K and V in the pool."""
+def _enter(t0, t1, y, width, heads, kv_heads, head_dim, floats, norms, layer, eps, cos, sin, positions, window, sinks,
+           sink_q, slots, kv, block_size, block_stride, layer_stride, head_stride, spreads):  # fmt: skip
+    """What attention needs of tokens [t0, t1): rotated queries, already scaled, in y, and those for sinks, if there are
+    any, in sink_q; K and V in the pool."""
     half = head_dim // 2
     scale = np.float32(1.0) / np.sqrt(np.float32(head_dim))
     for t in range(t0, t1):
@@ -89,33 +93,51 @@ def _enter(t0, t1, y, width, heads, kv_heads, head_dim, floats, norms, layer, ep
             at = t * width + h * head_dim
             if norms[layer, 2] >= 0:
                 rms_norm(y, at, floats, norms[layer, 2], head_dim, head_dim, eps, y, at)
+            if sinks > 0:
+                sink_at = (t * heads + h) * head_dim
+                for i in range(0, head_dim, 16):
+                    v.store(sink_q, sink_at + i, v.load(y, at + i))
+                # No farther from them than the last query that had them in its window: `ModelConfig.attention_sinks`.
+                nearer = min(np.int64(positions[t]), sinks + window - 1) * half
+                rotate(sink_q, sink_at, half, cos, sin, nearer, scale)
+                if v.is_bytes(kv):
+                    spread(sink_q, sink_at, head_dim, spreads[0])
             rotate(y, at, half, cos, sin, p, scale)
+            if v.is_bytes(kv):
+                spread(y, at, head_dim, spreads[0])
         for h in range(kv_heads):
             at = t * width + (heads + h) * head_dim
             if norms[layer, 3] >= 0:
                 rms_norm(y, at, floats, norms[layer, 3], head_dim, head_dim, eps, y, at)
             rotate(y, at, half, cos, sin, p, np.float32(1.0))
-            k_base = block * block_stride + layer * layer_stride + h * head_dim * block_size
-            for i in range(head_dim):
-                kv[k_base + i * block_size + offset] = v.half_bits(y[at + i])
+            k_base = block * block_stride + layer * layer_stride + h * head_stride
             v_at = t * width + (heads + kv_heads + h) * head_dim
-            v_base = k_base + kv_heads * head_dim * block_size + offset * head_dim
-            for i in range(0, head_dim, 16):
-                v.store_half(kv, v_base + i, v.load(y, v_at + i))
+            v_base = k_base + kv_heads * head_stride
+            if v.is_bytes(kv):
+                spread(y, at, head_dim, spreads[1])
+                put_key(y, at, head_dim, kv, k_base, offset, block_size)
+                put_value(y, v_at, head_dim, kv, v_base, offset, block_size)
+            else:
+                for i in range(head_dim):
+                    kv[k_base + i * block_size + offset] = v.half_bits(y[at + i])
+                for i in range(0, head_dim, 16):
+                    v.store_half(kv, v_base + offset * head_dim + i, v.load(y, v_at + i))
 
 
 @njit(**OPTIONS)
 def step(board, run, goal, yields, thread, threads, counters, layer_begin, layer_end, shape, arena, matrices, floats,
-         norms, cos, sin, positions, sequence, slots, tables, items, logit_rows, eps, kv, x, xn, xq, xs, xpair, inner,
-         inner_q, inner_s, inner_pair, y, scratch, logits):  # fmt: skip
+         norms, cos, sin, positions, windows, sequence, slots, tables, items, logit_rows, eps, kv, spreads, x, xn, xq,
+         xs, xpair, inner, inner_q, inner_s, inner_pair, y, sink_q, scratch, logits):  # fmt: skip
     """The K/V of a batch into the pool in layers [layer_begin, layer_end), its hidden rows after them into x, and the
     logits of `logit_rows`, which have to be none before the last layer.
 
     board, run, goal, yields: see `rendezvous.py`; counters: int64, zeros (barrier, then one attention counter per
     layer); shape, arena, matrices, floats, norms: see `shape.py` and `weights.PackedModel`; cos, sin: float32, flat
-    [positions, head_dim / 2]; positions, slots: of each token; sequence: row of `tables` of each token; tables: int32
-    block ids; items: see `attention_items`; kv: the pool as uint16; x to scratch: see `workspace.Workspace`, x with the
-    embeddings of the tokens, or what the layers before have left; logits: float32, flat.
+    [positions, head_dim / 2]; positions, slots: of each token; windows: of each layer, 0 for none; sequence: row of
+    `tables` of each token; tables: int32 block ids; items: see `attention_items`; kv: the pool as uint16 or, if it is
+    coded, uint8; spreads: float32, of queries and of keys, see `coded_kv.spread`; x to scratch: see
+    `workspace.Workspace`, x with the embeddings of the tokens, or what the layers before have left; logits: float32,
+    flat.
     """
     enter(board, run, thread, threads)
     hidden = shape[HIDDEN]
@@ -128,11 +150,12 @@ def step(board, run, goal, yields, thread, threads, counters, layer_begin, layer
     block_size = shape[BLOCK_SIZE]
     ap = shape[ATTENTION_PADDED]
     width = shape[QKV_WIDTH]
+    sinks = shape[SINKS]
     group = heads // kv_heads
     tokens = len(positions)
     table_width = tables.shape[1]
     flat_tables = tables.reshape(-1)
-    head_stride = head_dim * block_size
+    head_stride = shape[HEAD_STRIDE]
     layer_stride = 2 * kv_heads * head_stride
     block_stride = layers * layer_stride
     my_scratch = scratch[thread]
@@ -148,6 +171,7 @@ def step(board, run, goal, yields, thread, threads, counters, layer_begin, layer
     added = np.bool_(True)
     for layer in range(layer_begin, layer_end):
         m = layer * MATRICES_PER_LAYER
+        window = windows[layer]
         # Matrices that share an input may differ in format.
         quantized = matrices[m + Q, 0] > F16 or matrices[m + K, 0] > F16 or matrices[m + V, 0] > F16
         for t in range(t0, t1):
@@ -162,8 +186,8 @@ def step(board, run, goal, yields, thread, threads, counters, layer_begin, layer
             column += matrices[m + i, 2] * ROWS
         passed = barrier(counters, threads, passed)
         _enter(
-            t0, t1, y, width, heads, kv_heads, head_dim, floats, norms, layer, eps, cos, sin, positions, slots, kv,
-            block_size, block_stride, layer_stride,
+            t0, t1, y, width, heads, kv_heads, head_dim, floats, norms, layer, eps, cos, sin, positions, window, sinks,
+            sink_q, slots, kv, block_size, block_stride, layer_stride, head_stride, spreads,
         )  # fmt: skip
         passed = barrier(counters, threads, passed)
         count = len(items) * kv_heads
@@ -177,14 +201,16 @@ def step(board, run, goal, yields, thread, threads, counters, layer_begin, layer
             if following < count:
                 t = items[following // kv_heads, 0]
                 next_k_base = layer * layer_stride + following % kv_heads * head_stride
-                next_table = sequence[t] * table_width
-                next_length = np.int64(positions[t]) + 1
+                begin, end = first_read(np.int64(positions[t]), window, sinks, block_size)
+                next_table = sequence[t] * table_width + begin // block_size
+                next_length = end - begin
             item = n // kv_heads
             h = n % kv_heads
             t = items[item, 0]
             k_base = layer * layer_stride + h * head_stride
             attend(
-                y, t * width + h * group * head_dim, width, items[item, 1], positions[t], group, head_dim, kv, k_base,
+                y, t * width + h * group * head_dim, width, items[item, 1], np.int64(positions[t]), window, sinks,
+                sink_q, (t * heads + h * group) * head_dim, heads * head_dim, group, head_dim, kv, k_base,
                 k_base + kv_heads * head_stride, block_stride, block_size, flat_tables, sequence[t] * table_width,
                 next_k_base, next_table, next_length, my_scratch, xn, t * ap + h * group * head_dim, ap,
             )  # fmt: skip

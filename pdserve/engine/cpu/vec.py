@@ -168,6 +168,16 @@ def prefetch(typingctx: Any, array: Any, offset: Any) -> Any:
     return types.void(array, types.intp), codegen
 
 
+@intrinsic
+def is_bytes(typingctx: Any, array: Any) -> Any:
+    """Whether it is an array of uint8: known when the caller is compiled, for each type of array by itself."""
+
+    def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        return ir.Constant(_i1, int(sig.args[0].dtype == types.uint8))
+
+    return types.boolean(array), codegen
+
+
 # --- float32 lanes --------------------------------------------------------------------------------------------------
 
 
@@ -304,6 +314,39 @@ def scale_by_low_bits(typingctx: Any, value: Any, shifted: Any) -> Any:
 
 
 @intrinsic
+def mul_unless_zero(typingctx: Any, a: Any, b: Any) -> Any:
+    """a * b, and 0 where a is 0, whatever b is: infinite or not a number."""
+
+    def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        a, b = args
+        nothing = ir.Constant(f32x16.llvm_type, [0.0] * LANES)
+        return builder.select(builder.fcmp_ordered("==", a, nothing), nothing, builder.fmul(a, b))
+
+    return f32x16(f32x16, f32x16), codegen
+
+
+@intrinsic
+def walsh_lanes(typingctx: Any, a: Any) -> Any:
+    """Walsh-Hadamard transform of the sixteen lanes, not normalised."""
+
+    def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        (vector,) = args
+        for distance in (1, 2, 4, 8):
+            mask = ir.Constant(ir.VectorType(_i32, 16), [i ^ distance for i in range(16)])
+            signs = ir.Constant(f32x16.llvm_type, [-1.0 if i & distance else 1.0 for i in range(16)])
+            # Exact but for the one rounding of the sum.
+            vector = _call(
+                builder,
+                "llvm.fma.v16f32",
+                f32x16.llvm_type,
+                [vector, signs, builder.shuffle_vector(vector, vector, mask)],
+            )
+        return vector
+
+    return f32x16(f32x16), codegen
+
+
+@intrinsic
 def keep_first(typingctx: Any, value: Any, count: Any, other: Any) -> Any:
     """`value` in the first `count` lanes, `other` in the rest."""
 
@@ -421,6 +464,16 @@ def sum_lanes_i64(typingctx: Any, a: Any) -> Any:
 
 
 # --- scalars --------------------------------------------------------------------------------------------------------
+
+
+@intrinsic
+def half_value(typingctx: Any, bits: Any) -> Any:
+    """The float32 that these bits of a float16, as uint16, stand for."""
+
+    def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        return builder.fpext(builder.bitcast(args[0], _f16), _f32)
+
+    return types.float32(types.uint16), codegen
 
 
 @intrinsic

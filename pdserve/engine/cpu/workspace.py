@@ -44,6 +44,9 @@ class Workspace:
             self.inner_s = np.zeros(self._tokens * (shape.ffn_padded // BLOCK), np.float32)
             self.inner_pair = np.zeros(self._tokens * (shape.ffn_padded // BLOCK), np.int32)
             self.y = np.zeros(self._tokens * shape.qkv_width, np.float32)
+            # Without sinks it is not used, but kernels want an array.
+            sink_rows = self._tokens if shape.config.attention_sinks else 1
+            self.sink_q = np.zeros(sink_rows * shape.config.q_size, np.float32)
             self.items = np.zeros((self._tokens, 2), np.int64)
         if rows > self._rows:
             self._rows = -(-rows // _GRANULE_ROWS) * _GRANULE_ROWS

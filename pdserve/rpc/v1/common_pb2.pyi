@@ -316,8 +316,9 @@ Global___StopParams: _TypeAlias = StopParams  # noqa: Y015
 
 @_typing.final
 class KvLayout(_message.Message):
-    """Shape and dtype of one KV block, and what else its values depend on. The two ends of a hand-off must agree on dtype,
-    num_layers, num_kv_heads, head_dim and numerics; the decode worker converts the rest.
+    """Shape and dtype of one KV block, and what else its values depend on. The two ends of a hand-off must agree on
+    num_layers, num_kv_heads, head_dim and numerics, and on dtype unless one of them is in eight bits; the decode worker
+    converts the rest.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -331,8 +332,10 @@ class KvLayout(_message.Message):
     V_ORDER_FIELD_NUMBER: _builtins.int
     NUMERICS_FIELD_NUMBER: _builtins.int
     HEAD_CUTS_FIELD_NUMBER: _builtins.int
+    WINDOW_FIELD_NUMBER: _builtins.int
+    SINKS_FIELD_NUMBER: _builtins.int
     dtype: _builtins.str
-    """"float32", "float16" or "bfloat16"."""
+    """"float32", "float16" or "bfloat16"; or "int8" or "float8_e4m3", with a float16 scale for each token and head."""
     block_size: _builtins.int
     """Tokens in a block."""
     num_layers: _builtins.int
@@ -345,6 +348,12 @@ class KvLayout(_message.Message):
     """The same for V."""
     numerics: _builtins.str
     """What the values depend on beside model and dtype, say the format of the weights. Compared literally."""
+    window: _builtins.int
+    """Keys that a query sees in the widest window of any layer, its own included: KV behind it has no blocks and is not
+    sent. 0: some layer sees all. The two ends must agree on it and on sinks.
+    """
+    sinks: _builtins.int
+    """Leading tokens whose KV is kept and sent beside the window. 0 without one."""
     @_builtins.property
     def head_cuts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Heads at which another shard's memory begins, ascending, without 0. Empty: one store holds all heads."""
@@ -361,10 +370,12 @@ class KvLayout(_message.Message):
         v_order: _builtins.str = ...,
         numerics: _builtins.str = ...,
         head_cuts: _abc.Iterable[_builtins.int] | None = ...,
+        window: _builtins.int = ...,
+        sinks: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "dtype", b"dtype", "head_cuts", b"head_cuts", "head_dim", b"head_dim", "k_order", b"k_order", "num_kv_heads", b"num_kv_heads", "num_layers", b"num_layers", "numerics", b"numerics", "v_order", b"v_order"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "dtype", b"dtype", "head_cuts", b"head_cuts", "head_dim", b"head_dim", "k_order", b"k_order", "num_kv_heads", b"num_kv_heads", "num_layers", b"num_layers", "numerics", b"numerics", "sinks", b"sinks", "v_order", b"v_order", "window", b"window"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -603,6 +614,7 @@ class GenerationJob(_message.Message):
     CACHE_SALT_FIELD_NUMBER: _builtins.int
     PRIORITY_FIELD_NUMBER: _builtins.int
     TRACEPARENT_FIELD_NUMBER: _builtins.int
+    MAX_DRAFT_TOKENS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     attempt: _builtins.int
     """Fencing number given by the router; grows with each retry. Receivers drop what belongs to an older attempt."""
@@ -639,6 +651,8 @@ class GenerationJob(_message.Message):
     """Smaller is served first. 0 is usual."""
     traceparent: _builtins.str
     """W3C `traceparent` of the router's span for this attempt. Empty: not traced."""
+    max_draft_tokens: _builtins.int
+    """Tokens that may be drafted in one step; 0: none. Absent: as many as the decode worker is configured for."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Prompt, followed by what earlier attempts already generated."""
@@ -690,17 +704,22 @@ class GenerationJob(_message.Message):
         cache_salt: _builtins.str = ...,
         priority: _builtins.int = ...,
         traceparent: _builtins.str = ...,
+        max_draft_tokens: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_num_logprobs", b"_num_logprobs", "_num_prompt_logprobs", b"_num_prompt_logprobs", "_repetition_penalty", b"_repetition_penalty", "grammar", b"grammar", "num_logprobs", b"num_logprobs", "num_prompt_logprobs", b"num_prompt_logprobs", "repetition_penalty", b"repetition_penalty"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_max_draft_tokens", b"_max_draft_tokens", "_num_logprobs", b"_num_logprobs", "_num_prompt_logprobs", b"_num_prompt_logprobs", "_repetition_penalty", b"_repetition_penalty", "grammar", b"grammar", "max_draft_tokens", b"max_draft_tokens", "num_logprobs", b"num_logprobs", "num_prompt_logprobs", b"num_prompt_logprobs", "repetition_penalty", b"repetition_penalty"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_num_logprobs", b"_num_logprobs", "_num_prompt_logprobs", b"_num_prompt_logprobs", "_repetition_penalty", b"_repetition_penalty", "attempt", b"attempt", "cache_salt", b"cache_salt", "deadline_s", b"deadline_s", "forks", b"forks", "frequency_penalty", b"frequency_penalty", "grammar", b"grammar", "logit_bias_ids", b"logit_bias_ids", "logit_bias_values", b"logit_bias_values", "max_new_tokens", b"max_new_tokens", "min_new_tokens", b"min_new_tokens", "min_p", b"min_p", "num_logprobs", b"num_logprobs", "num_prompt_logprobs", b"num_prompt_logprobs", "num_prompt_tokens", b"num_prompt_tokens", "presence_penalty", b"presence_penalty", "priority", b"priority", "repetition_penalty", b"repetition_penalty", "request_id", b"request_id", "router_id", b"router_id", "seed", b"seed", "stop_token_ids", b"stop_token_ids", "temperature", b"temperature", "token_ids", b"token_ids", "top_k", b"top_k", "top_p", b"top_p", "traceparent", b"traceparent"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_draft_tokens", b"_max_draft_tokens", "_num_logprobs", b"_num_logprobs", "_num_prompt_logprobs", b"_num_prompt_logprobs", "_repetition_penalty", b"_repetition_penalty", "attempt", b"attempt", "cache_salt", b"cache_salt", "deadline_s", b"deadline_s", "forks", b"forks", "frequency_penalty", b"frequency_penalty", "grammar", b"grammar", "logit_bias_ids", b"logit_bias_ids", "logit_bias_values", b"logit_bias_values", "max_draft_tokens", b"max_draft_tokens", "max_new_tokens", b"max_new_tokens", "min_new_tokens", b"min_new_tokens", "min_p", b"min_p", "num_logprobs", b"num_logprobs", "num_prompt_logprobs", b"num_prompt_logprobs", "num_prompt_tokens", b"num_prompt_tokens", "presence_penalty", b"presence_penalty", "priority", b"priority", "repetition_penalty", b"repetition_penalty", "request_id", b"request_id", "router_id", b"router_id", "seed", b"seed", "stop_token_ids", b"stop_token_ids", "temperature", b"temperature", "token_ids", b"token_ids", "top_k", b"top_k", "top_p", b"top_p", "traceparent", b"traceparent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__max_draft_tokens: _TypeAlias = _typing.Literal["max_draft_tokens"]  # noqa: Y015
+    _WhichOneofArgType__max_draft_tokens: _TypeAlias = _typing.Literal["_max_draft_tokens", b"_max_draft_tokens"]  # noqa: Y015
     _WhichOneofReturnType__num_logprobs: _TypeAlias = _typing.Literal["num_logprobs"]  # noqa: Y015
     _WhichOneofArgType__num_logprobs: _TypeAlias = _typing.Literal["_num_logprobs", b"_num_logprobs"]  # noqa: Y015
     _WhichOneofReturnType__num_prompt_logprobs: _TypeAlias = _typing.Literal["num_prompt_logprobs"]  # noqa: Y015
     _WhichOneofArgType__num_prompt_logprobs: _TypeAlias = _typing.Literal["_num_prompt_logprobs", b"_num_prompt_logprobs"]  # noqa: Y015
     _WhichOneofReturnType__repetition_penalty: _TypeAlias = _typing.Literal["repetition_penalty"]  # noqa: Y015
     _WhichOneofArgType__repetition_penalty: _TypeAlias = _typing.Literal["_repetition_penalty", b"_repetition_penalty"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__max_draft_tokens) -> _WhichOneofReturnType__max_draft_tokens | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__num_logprobs) -> _WhichOneofReturnType__num_logprobs | None: ...
     @_typing.overload

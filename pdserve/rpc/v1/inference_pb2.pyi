@@ -250,6 +250,7 @@ class GenerateRequest(_message.Message):
     INCLUDE_STOP_STRING_FIELD_NUMBER: _builtins.int
     RESUMABLE_FIELD_NUMBER: _builtins.int
     HEARTBEATS_FIELD_NUMBER: _builtins.int
+    MAX_DRAFT_TOKENS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Name of the request, 1 to 128 of [A-Za-z0-9._:-]. Absent: the router makes one. The name of a
     request that runs or ended a moment ago: this call gets the same responses if the request is the same in all fields,
@@ -282,6 +283,10 @@ class GenerateRequest(_message.Message):
     heartbeats: _builtins.bool
     """Send responses with nothing but `heartbeat` while there is nothing else to send. No part of what makes two requests
     the same.
+    """
+    max_draft_tokens: _builtins.int
+    """Tokens that a decode worker may draft of each output in one step, 0 to 31; 0: none. Drafts change no output, only how
+    fast it comes. Absent, or more than the worker's own bound: as the worker is configured.
     """
     @_builtins.property
     def token_ids(self) -> Global___TokenIds:
@@ -319,13 +324,16 @@ class GenerateRequest(_message.Message):
         include_stop_string: _builtins.bool = ...,
         resumable: _builtins.bool = ...,
         heartbeats: _builtins.bool = ...,
+        max_draft_tokens: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_n", b"_n", "_prompt_logprobs", b"_prompt_logprobs", "_skip_special_tokens", b"_skip_special_tokens", "chat", b"chat", "grammar", b"grammar", "input", b"input", "logprobs", b"logprobs", "n", b"n", "prompt_logprobs", b"prompt_logprobs", "sampling", b"sampling", "skip_special_tokens", b"skip_special_tokens", "stop", b"stop", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_max_draft_tokens", b"_max_draft_tokens", "_n", b"_n", "_prompt_logprobs", b"_prompt_logprobs", "_skip_special_tokens", b"_skip_special_tokens", "chat", b"chat", "grammar", b"grammar", "input", b"input", "logprobs", b"logprobs", "max_draft_tokens", b"max_draft_tokens", "n", b"n", "prompt_logprobs", b"prompt_logprobs", "sampling", b"sampling", "skip_special_tokens", b"skip_special_tokens", "stop", b"stop", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_n", b"_n", "_prompt_logprobs", b"_prompt_logprobs", "_skip_special_tokens", b"_skip_special_tokens", "cache_salt", b"cache_salt", "chat", b"chat", "grammar", b"grammar", "heartbeats", b"heartbeats", "include_stop_string", b"include_stop_string", "input", b"input", "logprobs", b"logprobs", "model", b"model", "n", b"n", "priority", b"priority", "prompt_logprobs", b"prompt_logprobs", "request_id", b"request_id", "resumable", b"resumable", "sampling", b"sampling", "skip_special_tokens", b"skip_special_tokens", "stop", b"stop", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_max_draft_tokens", b"_max_draft_tokens", "_n", b"_n", "_prompt_logprobs", b"_prompt_logprobs", "_skip_special_tokens", b"_skip_special_tokens", "cache_salt", b"cache_salt", "chat", b"chat", "grammar", b"grammar", "heartbeats", b"heartbeats", "include_stop_string", b"include_stop_string", "input", b"input", "logprobs", b"logprobs", "max_draft_tokens", b"max_draft_tokens", "model", b"model", "n", b"n", "priority", b"priority", "prompt_logprobs", b"prompt_logprobs", "request_id", b"request_id", "resumable", b"resumable", "sampling", b"sampling", "skip_special_tokens", b"skip_special_tokens", "stop", b"stop", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__logprobs: _TypeAlias = _typing.Literal["logprobs"]  # noqa: Y015
     _WhichOneofArgType__logprobs: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs"]  # noqa: Y015
+    _WhichOneofReturnType__max_draft_tokens: _TypeAlias = _typing.Literal["max_draft_tokens"]  # noqa: Y015
+    _WhichOneofArgType__max_draft_tokens: _TypeAlias = _typing.Literal["_max_draft_tokens", b"_max_draft_tokens"]  # noqa: Y015
     _WhichOneofReturnType__n: _TypeAlias = _typing.Literal["n"]  # noqa: Y015
     _WhichOneofArgType__n: _TypeAlias = _typing.Literal["_n", b"_n"]  # noqa: Y015
     _WhichOneofReturnType__prompt_logprobs: _TypeAlias = _typing.Literal["prompt_logprobs"]  # noqa: Y015
@@ -336,6 +344,8 @@ class GenerateRequest(_message.Message):
     _WhichOneofArgType_input: _TypeAlias = _typing.Literal["input", b"input"]  # noqa: Y015
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__logprobs) -> _WhichOneofReturnType__logprobs | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__max_draft_tokens) -> _WhichOneofReturnType__max_draft_tokens | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__n) -> _WhichOneofReturnType__n | None: ...
     @_typing.overload

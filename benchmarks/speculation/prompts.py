@@ -1,27 +1,18 @@
-"""The parts of the benchmark, their bars, and the command line."""
+"""Drafts that are looked up: answers to prompts of four kinds, with them and without."""
 
 from __future__ import annotations
 
-import os
 import statistics
-import sys
 from collections import defaultdict
 from collections.abc import Sequence
 
-from benchmarks.harness.command_line import parse
-from benchmarks.harness.quiet import ForeignLoad, exclusive, in_own_session, raise_weight, rerun_in_own_session
 from benchmarks.harness.report import Report
-from benchmarks.peers.catalogue import default_cache
-from benchmarks.speculation.servers import METHODS, MODEL, Answer, Prompt, Servers, read_prompts
-from pdserve.engine.cpu.isa import selected_isa
+from benchmarks.speculation.servers import METHODS, Answer, Prompt, Servers, read_prompts
 
-PARTS = ("copying", "open", "sampled")
 COPYING_KINDS = ("rewrite", "code edit", "extract")
 COPYING_BAR, OPEN_BAR = ">= 1.35", ">= 0.97"
 NUM_TOKENS = 96
 TEMPERATURE = 0.7
-FOREIGN_LIMIT = 0.2
-"""Cores that others may use before a warning says so."""
 
 Answers = dict[Prompt, dict[str, list[Answer]]]
 
@@ -35,23 +26,14 @@ class Benchmark:
         self._rounds = 1 if quick else 4
         prompts = read_prompts()
         self._prompts = [prompts[0], prompts[-1]] if quick else prompts
-        self._foreign = ForeignLoad()
 
-    def run(self, parts: Sequence[str]) -> None:
-        """Run `parts` of PARTS."""
+    def run(self, part: str) -> None:
+        """Run one of the parts."""
         for method in METHODS:
             # Steps at batch 1 are measured, and what the first request of a process has to wait for is over.
             self._servers.ask(method, self._prompts[-1], 32)
-        for part in parts:
-            prompts = [
-                p for p in self._prompts if part == "sampled" or (p.kind in COPYING_KINDS) == (part == "copying")
-            ]
-            with self._foreign.watch():
-                answers = self._ask_all(prompts, TEMPERATURE if part == "sampled" else 0.0)
-            self._add(part, answers)
-        cores = self._foreign.cores
-        doubt = "; too much: distrust the figures" if cores is not None and cores > FOREIGN_LIMIT else ""
-        self._report.add("foreign_cores", cores, "cores", note=f"what other processes used{doubt}")
+        prompts = [p for p in self._prompts if part == "sampled" or (p.kind in COPYING_KINDS) == (part == "copying")]
+        self._add(part, self._ask_all(prompts, TEMPERATURE if part == "sampled" else 0.0))
 
     def _ask_all(self, prompts: Sequence[Prompt], temperature: float) -> Answers:
         """Both servers in turns, each first in every second round."""
@@ -110,26 +92,7 @@ def _median(values: Sequence[float]) -> float:
     return statistics.median(values)
 
 
-def main() -> int:
-    """Exit status 0 if everything ran, whatever the figures say."""
-    options = parse(
-        sys.argv[1:], PARTS, prog="techniques.py", description=__doc__, quick="two prompts, once: for development"
-    )
-    if selected_isa() is None:
-        print("the CPU engine needs an x86-64 CPU with AVX2, FMA and F16C", file=sys.stderr)
-        return 2
-    if not in_own_session():
-        return rerun_in_own_session()
-    threads = len(os.sched_getaffinity(0))
-    with exclusive(default_cache().parent / "benchmark.lock"):
-        settings = {
-            "model": MODEL, "threads": threads, "isa": selected_isa(), "quick": options.quick, "parts": options.only,
-            "max_tokens": NUM_TOKENS, "temperature": TEMPERATURE, "scheduling": raise_weight(),
-        }  # fmt: skip
-        report = Report(benchmark="techniques", settings=settings)
-        with Servers(threads=threads) as servers:
-            Benchmark(report, servers, quick=options.quick).run(options.only)
-    if options.out is not None:
-        report.write(options.out)
-    report.print(as_json=options.json)
-    return 0
+def run(part: str, report: Report, *, threads: int, quick: bool) -> None:
+    """Measure one of `copying`, `open` and `sampled`."""
+    with Servers(threads=threads) as servers:
+        Benchmark(report, servers, quick=quick).run(part)

@@ -28,13 +28,13 @@ class ShardedStore:
 
     @property
     def device(self) -> str:
-        """See `KvBlockStore`."""
-        return "cpu"
+        """See `KvBlockStore`: where the first shard is."""
+        return self._shards[0][1].device
 
     def read(
         self, blocks: Sequence[int], layer_begin: int, layer_end: int, heads: HeadRange | None = None
     ) -> list[memoryview]:
-        """See `KvBlockStore`."""
+        """See `KvBlockStore`. Of copies, that of the first rank."""
         stores, own = self._holders(heads)
         return stores[0].read(blocks, layer_begin, layer_end, own)
 
