@@ -47,8 +47,9 @@ PROMPT = (7, 30, 41, 12)
 NUM_TOKENS = 6
 SHORT_CASES = 80
 """Of each kind."""
-SLACK_NBYTES = 24 << 20
-"""Caches that fill with what comes by, each of them bounded, and what allocators keep."""
+SLACK_NBYTES = 48 << 20
+"""What is remembered for minutes (peers and hand-offs that have ended, results, the flight recorder), caches that are
+bounded, what allocators keep, and pytest's copy of the log: up to 29 MiB in ten minutes of this."""
 
 Case = Callable[[], Coroutine[Any, Any, str]]
 
