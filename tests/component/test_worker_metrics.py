@@ -44,7 +44,7 @@ DRAFTED_BY_MODEL = (table.DRAFT_MODEL_TOKENS,)
 FETCHED = (table.FETCHES, table.FETCHED_BYTES)
 STOPPING = (table.DRAINING,)
 TROUBLED = (table.TRANSFER_ERRORS, table.TRANSFER_FALLBACKS)
-CONSTANT = (table.BUILD_INFO, table.BLOCK_TOKENS)
+CONSTANT = (table.BUILD_INFO, table.BLOCK_TOKENS, table.ENGINE_RANKS)
 STRANGERS = (table.STRANGERS,)
 """Moved in test_security_ports.py."""
 
@@ -101,6 +101,7 @@ async def test_a_request_is_seen_at_both_workers(config: Config) -> None:
         at_p, at_d = await scrape(p), await scrape(d)
         assert at_p.value("pdserve_worker_build_info", role="prefill", worker=p.host.worker_id) == 1
         assert at_p.value("pdserve_worker_kv_block_tokens") == 16
+        assert at_p.value("pdserve_worker_engine_ranks") == 1
         assert at_p.value("pdserve_worker_tokens_total", kind="prefill", role="prefill") == 100
         assert at_p.value("pdserve_worker_step_tokens_sum") == 100
         assert at_d.value("pdserve_worker_tokens_total", kind="generated", role="decode") == 7
