@@ -118,8 +118,9 @@ def test_the_check_sees_foreign_kv(one_pair: ProcessCluster, reference_model: An
     assert all(not c.is_clear for c in check_greedy(reference_model, prompts, outputs))
 
 
-def test_requests_are_spread_over_all_workers(two_pairs: ProcessCluster) -> None:
-    """Runs after the parity test on the same cluster."""
+async def test_requests_are_spread_over_all_workers(two_pairs: ProcessCluster, prompts: list[list[int]]) -> None:
+    """Whether or not the parity test has run on the same cluster before."""
+    await generate_all(two_pairs.address, prompts, 2)
     for role in Role:
         shares = [s.kv_bytes_total for s in two_pairs.stats_of(role)]
         assert len(shares) == 2
