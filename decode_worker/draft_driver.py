@@ -87,13 +87,12 @@ class DraftDriver:
     def begin_catching_up(self) -> None:
         """Beside a step that has been started: compute some of the KV that the model lacks. Ends by
         `finish_catching_up`."""
-        if self._is_lost or self._catching_up is not None:
-            return  # the step before has failed
-        if orders := self._planner.catch_up(idle=False):
+        assert self._catching_up is None, "what was begun beside a step ends with it"
+        if not self._is_lost and (orders := self._planner.catch_up(idle=False)):
             self._catching_up = orders, self._start(orders)
 
     async def finish_catching_up(self) -> None:
-        """The step is over."""
+        """The step is over, or has failed."""
         if self._catching_up is not None:
             (orders, future), self._catching_up = self._catching_up, None
             await self._finish(orders, future)

@@ -25,10 +25,6 @@ class DraftRoom:
         more = self._blocks.block_size if self._blocks.num_available > self._residents.num_growing else 0
         return [self._of(sequence, more) for sequence in sequences]
 
-    def of(self, sequence: Sequence) -> int:
-        """The same for one."""
-        return self.of_all((sequence,))[0]
-
     def _of(self, sequence: Sequence, more: int) -> int:
         if sequence.num_steps == 0:
             return 0

@@ -147,12 +147,14 @@ class StepPlanner:
 
     def _candidates(self) -> list[Candidate]:
         """The sequences of the step, if drafts may be computed with their next tokens: nothing beside prompts and what
-        is computed again, with which there is enough to do."""
+        is computed again, with which there is enough to do, nor for more sequences than may have some."""
+        if not self._speculation.may_draft_for(len(self._steps.current)):
+            return []
         if any(chunk.is_prompt or not chunk.draws or len(chunk.token_ids) > 1 for _, chunk in self._steps.current):
             return []
         sequences = [sequence for sequence, _ in self._steps.current]
         return [
-            Candidate(sequence, room, 0 if self.drafting is None else self.drafting.room(sequence))
+            Candidate(sequence, room, 0 if self.drafting is None else self.drafting.room(sequence, room))
             for sequence, room in zip(sequences, self._draft_room.of_all(sequences), strict=True)
         ]
 

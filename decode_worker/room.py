@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from decode_worker.sequences import Sequence
 from pdserve.engine.sequence_blocks import SequenceBlocks
 from pdserve.errors import DeadlineExceededError, InvalidRequestError, PromptTooLongError
+from pdserve.kv_window import AHEAD_TOKENS
 from pdserve.types import GenerationJob, HandoffId
 
 
@@ -44,7 +45,13 @@ class Need:
         cls, job: GenerationJob, num_tokens: int, blocks: SequenceBlocks, reserve_tokens: int, *, arrives: bool = False
     ) -> Need:
         """`num_tokens` is how many tokens of KV a hand-off brings, or are computed here."""
-        room = max(tokens_to_set_aside(job, num_tokens, reserve_tokens), num_tokens)
+        room = tokens_to_set_aside(job, num_tokens, reserve_tokens)
+        if blocks.window.size:
+            # No more than a pool that holds one stream's window is sure to have: the rest comes as the stream grows.
+            room = min(room, num_tokens + AHEAD_TOKENS)
+            if not arrives:
+                room = min(room, blocks.capacity_tokens)
+        room = max(room, num_tokens)
         num_full_blocks = num_tokens // blocks.block_size
         num_hidden = len(blocks.window.hidden_blocks(job.num_known_tokens, blocks.block_size)) if arrives else 0
         num_own_blocks = blocks.blocks_for(room) - num_full_blocks

@@ -485,6 +485,8 @@ class DecodeService(worker_pb2_grpc.DecodeWorkerServicer):
                 if runner.broken:
                     raise
                 step = None
+                if drafts is not None:
+                    await drafts.finish_catching_up()
                 continue
             if result is None:
                 scheduler.step_skipped()

@@ -18,12 +18,15 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import llvmlite.binding as llvm
 from llvmlite import ir
+
+logger = logging.getLogger(__name__)
 
 MIN_NBYTES = 241
 """Of prefix and pieces together; XXH3 hashes shorter inputs otherwise."""
@@ -103,9 +106,13 @@ _BEGUN_AT, _NUM_BEGUN_AT, _NUM_DONE_AT, _NUM_STRIPES_AT = (
 
 
 @functools.cache
-def copy_kernel() -> CopyKernel:
-    """Compiled once in a process."""
-    return CopyKernel()
+def copy_kernel() -> CopyKernel | None:
+    """Compiled once in a process. None, and a line in the log, where LLVM cannot compile for this machine."""
+    try:
+        return CopyKernel()
+    except (OSError, RuntimeError) as error:  # all that llvmlite raises
+        logger.warning("KV is copied and hashed without machine code of its own, which is slower: %s", error)
+        return None
 
 
 def _module() -> ir.Module:

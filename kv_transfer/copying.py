@@ -23,29 +23,30 @@ class CheckedCopy:
         self._total = len(prefix) + nbytes
         self._tail = prefix
         """The last bytes of all so far, up to a stripe."""
-        self._state = State.start(prefix, self._total) if self._total >= MIN_NBYTES else None
+        self._kernel = copy_kernel() if self._total >= MIN_NBYTES else None
+        self._state = State.start(prefix, self._total) if self._kernel is not None else None
         self._digest = xxhash.xxh3_64(prefix)
-        """For what is too short for the kernel."""
+        """For what is too short for the kernel, or where there is none."""
 
     def add(self, source: Pieces, destination: Sequence[memoryview]) -> None:
-        """Copy `source` to `destination`, equally long in all (a bug otherwise), without the interpreter lock."""
+        """Copy `source` to `destination`, as long in all (a bug otherwise). The kernel needs no interpreter lock."""
         steps = _steps(source, pieces_of(destination))
-        if self._state is None:
+        if self._kernel is None or self._state is None:
             for i in range(0, len(steps), 3):
                 ctypes.memmove(steps[i + 1], steps[i], steps[i + 2])
             for view in destination:
                 self._digest.update(view)
             return
         address, length = steps.buffer_info()
-        copy_kernel().take(ctypes.addressof(self._state), address, length // 3)
+        self._kernel.take(ctypes.addressof(self._state), address, length // 3)
         tail = _last(destination)
         self._tail = (self._tail + tail)[-STRIPE_NBYTES:]
 
     def digest(self) -> int:
         """When everything has been copied."""
-        if self._state is None:
+        if self._kernel is None or self._state is None:
             return self._digest.intdigest()
-        digest: int = copy_kernel().result(ctypes.addressof(self._state), self._tail, self._total)
+        digest: int = self._kernel.result(ctypes.addressof(self._state), self._tail, self._total)
         return digest
 
 

@@ -21,6 +21,7 @@ import mmap
 import os
 import threading
 import weakref
+from collections.abc import Sequence
 from typing import Any, Self
 
 HUGE_PAGE_NBYTES = 2 << 20
@@ -41,6 +42,8 @@ _munmap = _libc.munmap
 _munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
 _madvise = _libc.madvise
 _madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+_mincore = _libc.mincore
+_mincore.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_char_p)
 
 
 _live: weakref.WeakSet[SharedMemory] = weakref.WeakSet()
@@ -59,6 +62,8 @@ class SharedMemory:
         self.nbytes = nbytes
         self.writable = writable
         self._fd = fd
+        self._small: Sequence[int] = range(0, nbytes, HUGE_PAGE_NBYTES)
+        """Where huge pages could begin and, as far as is known, none does."""
         reserved_nbytes = nbytes + HUGE_PAGE_NBYTES
         try:
             reserved = _map(None, reserved_nbytes, _PROT_NONE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1)
@@ -140,9 +145,22 @@ class SharedMemory:
     def collapse(self) -> bool:
         """Put pages that have been touched together into huge ones, as far as the kernel can and will.
 
-        Lasts a millisecond or two for each huge page that is made. True if nothing is left to be done.
+        Lasts a millisecond or two for each huge page that is made. True if nothing is left to be done. One thread.
         """
-        return int(_madvise(self.address, self.nbytes, _MADV_COLLAPSE)) == 0
+        # One by one: of a range the kernel leaves everything behind the first page that it cannot make huge.
+        self._small = [begin for begin in self._small if not (self._is_used(begin) and self._collapse(begin))]
+        return not self._small
+
+    def _collapse(self, begin: int) -> bool:
+        nbytes = min(HUGE_PAGE_NBYTES, self.nbytes - begin)
+        return int(_madvise(self.address + begin, nbytes, _MADV_COLLAPSE)) == 0
+
+    def _is_used(self, begin: int) -> bool:
+        """Whether there is a page behind any address of this huge page; no costly call is made for one that is not."""
+        nbytes = min(HUGE_PAGE_NBYTES, self.nbytes - begin)
+        none = bytes(-(-nbytes // mmap.PAGESIZE))
+        present = ctypes.create_string_buffer(len(none))
+        return _mincore(self.address + begin, nbytes, present) != 0 or present.raw != none
 
     @property
     def __array_interface__(self) -> dict[str, Any]:

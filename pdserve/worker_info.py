@@ -38,10 +38,16 @@ class WorkerInfo:
 
     @property
     def max_kv_tokens(self) -> int:
-        """Tokens of the longest sequence that fits the model and this worker's KV pool. Prompts get room for all of
-        their tokens at once, what grows by decoding keeps what its window shows."""
+        """Tokens of the longest sequence that fits the model and this worker's KV pool. What grows by decoding, or has
+        come by hand-off, keeps what its window shows."""
         if self.role is Role.DECODE:
             return self.kv_layout.longest_sequence(self.max_model_len, self.num_blocks)
+        return self.max_prompt_tokens
+
+    @property
+    def max_prompt_tokens(self) -> int:
+        """Tokens of the longest prompt that this worker can compute, if it computes any: all of them get room at once,
+        whatever the window."""
         return min(self.max_model_len, self.num_blocks * self.kv_layout.block_size)
 
     @property

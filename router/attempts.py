@@ -76,6 +76,8 @@ class Attempts:
         self._leave_group: Callable[[], None] | None = None
         """Set while a group waits, and looks for workers, for the request."""
         self._max_attempts = services.config.max_attempts
+        self._has_paid = False
+        """For an attempt that waits for its time."""
         self._crashes = Crashes()
 
     @property
@@ -119,6 +121,7 @@ class Attempts:
         the request has ended."""
         if self._progress.ended:
             return
+        self._has_paid = False
         if self._turn is not None:
             self._placer.search(self.needs)
             return
@@ -273,16 +276,17 @@ class Attempts:
         if planned:
             # However many workers are restarted in its time: that says nothing about the request.
             self.allow_more()
+        if blamed is not None:
+            self._placer.exclude(blamed.key)
+            # Also if there is to be no other attempt: the next request is to be spared that worker.
+            if attempt.leads and not planned and blamed.connected and not isinstance(error, OverloadedError):
+                blamed.has_failed()
         if progress.output_complete or progress.attempt_number >= self._max_attempts:
             self._fail(error)
             return
         wait_s = 0.0 if planned else self._pay_for_another(error)
         if wait_s is None:
             return
-        if blamed is not None:
-            self._placer.exclude(blamed.key)
-            if attempt.leads and not planned and blamed.connected and not isinstance(error, OverloadedError):
-                blamed.has_failed()
         # What fails for several outputs of one prompt together is said once.
         level = logging.DEBUG if not attempt.leads else logging.INFO if planned else logging.WARNING
         log.log(level, "attempt failed: %s", error.message, extra=progress.facts())
@@ -297,10 +301,10 @@ class Attempts:
 
     def _pay_for_another(self, error: PdServeError) -> float | None:
         """In how many seconds the router can afford another attempt; None, and the request has failed, if not in the
-        time that it may wait for workers."""
+        time that it may wait for workers, or before its deadline."""
         services = self._services
         budget, now = services.retry_budget, time.monotonic()
-        wait_s = budget.take(now, services.config.worker_wait_s)
+        wait_s = budget.take(now, max(0.0, min(services.config.worker_wait_s, self._progress.deadline - now)))
         if wait_s is None:
             services.metrics.not_retried(error)
             affordable_s = budget.available_in_s(now)
@@ -311,6 +315,7 @@ class Attempts:
                     retry_after_s=affordable_s if math.isfinite(affordable_s) else None,
                 )
             )
+        self._has_paid = wait_s is not None
         return wait_s
 
     def _place_again(self, *, num_outputs: int, leads: bool, wait_s: float = 0.0) -> None:
@@ -357,7 +362,10 @@ class Attempts:
             self.retry_or_fail(error, target, attempt)
 
     def end(self) -> None:
-        """The request has ended: let go of workers, and of its place in the queue."""
+        """The request has ended: let go of workers, of its place in the queue, and of what it has paid for."""
+        if self._has_paid:
+            self._has_paid = False
+            self._services.retry_budget.give_back()
         if self.current is not None:
             self.current.close()
             self.current = None

@@ -46,6 +46,10 @@ class RetryBudget:
         self._attempts = left
         return wait_s
 
+    def give_back(self) -> None:
+        """An attempt that was paid for will not be made."""
+        self._attempts = min(float(self._settings.burst), self._attempts + 1.0)
+
     def available_in_s(self, now: float) -> float:
         """In how many seconds an attempt could be made at once, by time alone; infinite if never."""
         self._refill(now)

@@ -173,7 +173,7 @@ class WorkerPool:
                 role = worker.info.role
                 longest[role] = max(longest[role] or 0, worker.info.max_kv_tokens)
                 if worker.info.prefill_chunk_tokens:
-                    longest[Role.PREFILL] = max(longest[Role.PREFILL] or 0, worker.info.max_kv_tokens)
+                    longest[Role.PREFILL] = max(longest[Role.PREFILL] or 0, worker.info.max_prompt_tokens)
         return KvLimits(prefill_tokens=longest[Role.PREFILL], decode_tokens=longest[Role.DECODE])
 
     def choose(self, request: PlacementRequest) -> Choice | None:

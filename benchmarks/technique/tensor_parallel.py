@@ -6,6 +6,8 @@ from __future__ import annotations
 import statistics
 from typing import Final
 
+import torch
+
 from benchmarks.harness.cpu_rig import CpuRig, blocks_needed
 from benchmarks.harness.report import Report
 from benchmarks.harness.workloads import Decode, Prefill
@@ -29,9 +31,12 @@ def run(report: Report, *, threads: int, quick: bool) -> None:
     several = load_parallel_engine(source, RANKS, num_blocks=num_blocks, num_threads=threads)
     try:
         rigs = {"one": CpuRig(one), "ranks": CpuRig(several.engine)}
+        # This process computes for both, and loading has left it with as many threads as one rank has.
+        own_threads = {"one": threads, "ranks": max(1, threads // RANKS)}
         prompts: dict[str, list[float]] = {name: [] for name in rigs}
         for _ in range(ROUNDS):
             for name, rig in rigs.items():
+                torch.set_num_threads(own_threads[name])
                 prompts[name].append(rig.prefill_s(Prefill(tokens=length)))
         _add(report, f"tp{RANKS}_over_tp1_prefill{length}", prompts)
         tables = {name: rig.fill(max(BATCHES), length, ROUNDS * STEPS + 1) for name, rig in rigs.items()}
@@ -39,6 +44,7 @@ def run(report: Report, *, threads: int, quick: bool) -> None:
             times: dict[str, list[float]] = {name: [] for name in rigs}
             for _ in range(ROUNDS):
                 for name, rig in rigs.items():
+                    torch.set_num_threads(own_threads[name])
                     times[name] += rig.steps_s(tables[name][:batch], length, STEPS)
             _add(report, f"tp{RANKS}_over_tp1_decode_b{batch}_ctx{length}", times)
     finally:

@@ -72,11 +72,11 @@ class DraftPlanner:
         self._ahead: dict[HandoffId, tuple[int, tuple[int, ...]]] = {}
         """Number of tokens that a sequence had when it was drafted for, and those drafted tokens that have KV."""
 
-    def room(self, sequence: Sequence) -> int:
-        """Tokens that the model may draft for a sequence now."""
+    def room(self, sequence: Sequence, most: int) -> int:
+        """Tokens that the model may draft for a sequence now, of the `most` that may be drafted for it."""
         if len(sequence.tokens) - self._num_computed(sequence) > READY_TOKENS:
             return 0
-        return min(self._room.of(sequence), self._max_model_len - len(sequence.tokens))
+        return min(most, self._max_model_len - len(sequence.tokens))
 
     def drafts(self, may_draw: Callable[[GenerationJob], bool]) -> list[DraftOrder]:
         """For the next step, to be planned when they are there; empty if it is to do without, or has more to compute
@@ -86,9 +86,10 @@ class DraftPlanner:
             return []
         running = [s for s in residents.sequences.values() if s.state is SequenceState.RUNNING]
         running = [sequence for sequence in running if _may_draw(sequence.job, may_draw)]
-        if any(sequence.num_to_compute > 1 for sequence in running):
+        if not self._speculation.may_draft_for(len(running)) or any(s.num_to_compute > 1 for s in running):
             return []
-        candidates = [Candidate(s, self._room.of(s), self.room(s)) for s in running]
+        rooms = self._room.of_all(running)
+        candidates = [Candidate(s, room, self.room(s, room)) for s, room in zip(running, rooms, strict=True)]
         num_tokens = self._speculation.model_tokens(candidates)
         orders = []
         for candidate in candidates:
@@ -99,15 +100,17 @@ class DraftPlanner:
 
     def catch_up(self, *, idle: bool) -> list[DraftOrder]:
         """KV that the model lacks, of who runs or will; a chunk of it beside a step, or a larger one if there is none:
-        `idle`."""
+        `idle`. Nothing beside steps of more sequences than may have drafts."""
         if not self._speculation.model_keeps_up:
+            return []
+        if not idle and not self._speculation.may_draft_for(self._residents.count(SequenceState.RUNNING)):
             return []
         budget, least = (IDLE_CHUNK_TOKENS, 1) if idle else (CHUNK_TOKENS, READY_TOKENS + 1)
         orders = []
         for sequence in self._residents.sequences.values():
             if not self._is_to_catch_up(sequence):
                 continue
-            end = min(len(sequence.tokens) - 1, self._max_model_len, self._blocks.room(sequence.key))
+            end = min(len(sequence.tokens) - 1, self._blocks.room(sequence.key))
             if end <= sequence.num_drafted_kv:
                 continue
             missing = end - self._num_computed(sequence)
@@ -137,7 +140,7 @@ class DraftPlanner:
         self._ahead.pop(key, None)
 
     def _is_to_catch_up(self, sequence: Sequence) -> bool:
-        if sequence.job.max_draft_tokens == 0:
+        if sequence.job.max_draft_tokens == 0 or len(sequence.tokens) >= self._max_model_len:
             return False
         if sequence.state is SequenceState.RUNNING:
             return True

@@ -17,6 +17,9 @@ TRY_AGAIN: Final = 256
 """Steps without a draft after which one is made to see whether things have changed."""
 TRIAL_TOKENS: Final = 2
 """Of that."""
+GIVES_UP: Final = TRY_AGAIN + 16
+"""Steps without a draft after which that waits for the next time, since what runs now leaves no way to make one. Steps
+beside which the KV for it is computed are not counted."""
 
 
 class ModelPolicy:
@@ -28,7 +31,7 @@ class ModelPolicy:
         self._always = always
         self._costs = StepCosts()
         self._num_idle = 0
-        """Steps since the last one for which something was drafted."""
+        """Steps since the last one for which something was drafted; from GIVES_UP on it goes back to KEEPS_UP."""
 
     @property
     def keeps_up(self) -> bool:
@@ -60,4 +63,6 @@ class ModelPolicy:
     def stepped(self, num_sequences: int, num_context_tokens: int, num_drafted: int, step_s: float) -> None:
         """A step is over, and what was drafted for it, `step_s` in all. `num_drafted` 0: a plain one."""
         self._num_idle = 0 if num_drafted else self._num_idle + 1
+        if self._num_idle == GIVES_UP:
+            self._num_idle = KEEPS_UP
         self._costs.note(num_sequences, num_context_tokens, num_drafted, step_s)

@@ -74,6 +74,10 @@ class Speculator:
         self.num_verified = 0
         """Query tokens of sequences with a draft, the token before it included."""
 
+    def may_draft_for(self, num_sequences: int) -> bool:
+        """Whether there may be drafts in a step of so many sequences at all."""
+        return self._config.method != "off" and num_sequences <= self._config.max_batch_size
+
     def drafts(self, candidates: Seq[Candidate]) -> list[tuple[int, ...]]:
         """What to draft for each sequence of a step in which there is nothing else; nothing at all if that is faster.
 
@@ -97,7 +101,7 @@ class Speculator:
 
     def model_tokens(self, candidates: Seq[Candidate]) -> int:
         """Tokens that the draft model should draft for each of these sequences, as far as it may; 0: none."""
-        if not self._config.uses_draft_model or not 0 < len(candidates) <= self._config.max_batch_size:
+        if not self._config.uses_draft_model or not self.may_draft_for(len(candidates)):
             return 0
         if not any(candidate.model_room > 0 for candidate in candidates):
             return 0
@@ -177,7 +181,7 @@ class Speculator:
         least = MARGIN * len(candidates)
         nothing: list[tuple[int, ...]] = [()] * len(candidates)
         method = self._config.method
-        if method not in ("auto", "ngram") or not 0 < len(candidates) <= self._config.max_batch_size:
+        if method not in ("auto", "ngram") or not self.may_draft_for(len(candidates)):
             return nothing, least
         wanted = [self._predict(candidate.sequence)[: max(candidate.room, 0)] for candidate in candidates]
         if method == "ngram":

@@ -33,6 +33,10 @@ class Placer:
         """For the frames of one call."""
         return FrameStream(self, link)
 
+    def is_open(self, link: LinkId) -> bool:
+        """Whether frames of this link are still placed."""
+        return link in self._open_links
+
     def submit(self, link: LinkId, frame: bytes) -> asyncio.Future[None]:
         """Place one frame, of which the length is as its header says."""
         return asyncio.get_running_loop().run_in_executor(self._executor, self._place, link, frame)
@@ -80,10 +84,13 @@ class FrameStream:
         self._waiting: deque[asyncio.Future[None]] = deque()
 
     async def put(self, frame: bytes) -> None:
-        """Begin to place a frame. Waits while too many are not placed yet."""
+        """Begin to place a frame. Waits while too many are not placed yet, and drops it if its link is closed
+        meanwhile."""
         if len(frame) < HEADER_NBYTES or payload_nbytes(frame) != len(frame) - HEADER_NBYTES:
             self._placer.deliver(self._link, frame)
             return
         if len(self._waiting) == MAX_WAITING:
             await self._waiting.popleft()
+            if not self._placer.is_open(self._link):
+                return  # and the thread may have ended
         self._waiting.append(self._placer.submit(self._link, frame))

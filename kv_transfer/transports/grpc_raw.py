@@ -60,7 +60,8 @@ class GrpcSender:
     async def post(self, frame: Frame, source_free: Callable[[], None]) -> None:
         """Copy the frame once, and return when HTTP/2 flow control has taken the one before.
 
-        What goes wrong with it after that is for the next post to say.
+        What goes wrong with it after that is for the next post to say. Raises PostError if the call has ended: nothing
+        would come of this frame, and nobody might post another one.
         """
         copying = self._copying = asyncio.get_running_loop().run_in_executor(None, frame.join)
         copying.add_done_callback(lambda _: source_free())
@@ -72,6 +73,9 @@ class GrpcSender:
             raise PostError(f"link {self._link} is closed")
         if self._call is None:
             self._call = self._open(self._channel)
+        elif self._call.done():
+            status = grpc_status(await self._call.code(), await self._call.details())
+            raise PostError(f"the KvData stream to {self._address} has ended: {status}")
         self._writing = asyncio.create_task(self._write(self._call, data))
 
     async def _write(self, call: grpc.aio.StreamUnaryCall[bytes, bytes], data: bytes) -> str | None:
@@ -125,7 +129,7 @@ class GrpcReceiver:
         server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, {"Push": handler}),))
 
     async def start(self) -> None:
-        """Compile what copies; the worker's server does everything else."""
+        """Compile what copies, if it can be; the worker's server does everything else."""
         keep_freed_memory()
         await asyncio.to_thread(copy_kernel)
 
@@ -166,8 +170,13 @@ def _link_of(context: grpc.aio.ServicerContext[bytes, bytes]) -> LinkId | None:
 def grpc_reason(error: Exception) -> str:
     """Status and details of a failed call in one line."""
     if isinstance(error, grpc.aio.AioRpcError):
-        return f"{error.code().name}: {error.details()}"
+        return grpc_status(error.code(), error.details())
     return str(error)
+
+
+def grpc_status(code: grpc.StatusCode, details: str | None) -> str:
+    """How a call has ended, in one line."""
+    return f"{code.name}: {details}"
 
 
 def _sending(context: TransportContext, endpoint: Endpoint, target: DecodeTarget, link: LinkId) -> SendingTransport:

@@ -98,7 +98,12 @@ class LocalReceiver:
         """Needs nothing of the gRPC server."""
 
     async def start(self) -> None:
-        """Listen. Where the host does not allow it, no link gets this transport, and the log says why."""
+        """Compile what copies, if it can be, and listen.
+
+        Where the host does not allow listening, no link gets this transport, and the log says why.
+        """
+        # Now, and not with the first chunk; nor with a listener in hand, as this may be cancelled while it waits.
+        await asyncio.to_thread(copy_kernel)
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
         try:
             listener.bind(self._name)
@@ -112,7 +117,6 @@ class LocalReceiver:
         if refused:
             self._stream_only = True
             logger.warning("KV of local peers comes through a socket: process_vm_readv gives %s", os.strerror(refused))
-        await asyncio.to_thread(copy_kernel)  # now, and not with the first chunk
         self._listener = listener
         self._mover = Mover("kv-local-mover", self._strangers)
         self._mover.start()

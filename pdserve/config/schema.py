@@ -266,10 +266,18 @@ class RetryBudgetSection(Section):
     """Further attempts for each output that begins: 0.2 lets every fifth be tried again, however long that goes on."""
     per_s: Annotated[float, Field(ge=0, le=1e6, allow_inf_nan=False)] = 20.0
     """Further attempts for each second, however few requests there are. When nothing is left attempts wait for these,
-    for up to `router.worker_wait_s`, and fail with UNAVAILABLE if that is not enough. 0: they fail at once."""
+    for up to `router.worker_wait_s`, or until the deadline of the request, and fail with UNAVAILABLE if that is not
+    enough. 0: they fail at once."""
     burst: Annotated[int, Field(ge=0)] = 512
     """Further attempts that are saved up for when workers are lost, and there at the start. A decode worker fails its
-    whole batch at once (`decode.max_batch_size`), a prefill worker its queue (`prefill.max_waiting`)."""
+    whole batch at once (`decode.max_batch_size`), a prefill worker its queue (`prefill.max_waiting`). At least 1 unless
+    `ratio` is 0, as what outputs put in has to be kept somewhere."""
+
+    @model_validator(mode="after")
+    def _keeps_what_it_earns(self) -> Self:
+        if self.ratio > 0 and self.burst < 1:
+            raise ValueError(f"burst: 0 has no room for what ratio {self.ratio:g} puts in; use 1 or more, or ratio 0")
+        return self
 
 
 class SloSection(Section):
@@ -462,7 +470,8 @@ class DecodeSection(WorkerSection):
     """Sequences in the running batch, reservations included. One more is answered with "busy"."""
     reserve_tokens: Annotated[int, Field(ge=0)] = 64
     """Output tokens for which a new sequence gets blocks at once. Few let more sequences in; when many of them turn out
-    long, the youngest give up their blocks and compute them again later. More than any `max_tokens` never preempts."""
+    long, the youngest give up their blocks and compute them again later. More than any `max_tokens` never preempts.
+    Where every layer of the model has a window, 128 at most."""
     local_prefill_tokens_per_step: Annotated[int, Field(ge=0)] = 64
     """Tokens of prompts that this worker computes itself in a step that also has tokens of running sequences, which are
     delayed by them: few keep the pauses between their tokens short, many compute a prompt sooner. 0: it takes hand-offs

@@ -6,8 +6,8 @@ Knows nothing of tensors, requests or time. A block is in exactly one of three p
     cached    nobody holds it, but its content has a name (`pdserve/block_hash.py`) by which it can be found again
     used      one or more holders
 
-    free ──allocate──▶ used ──last free──▶ cached (has a name) ──found by name──▶ used
-                        └──last free──▶ free (has none)      └──evicted: name dropped──▶ used
+    free ──taken──▶ used ──last free──▶ cached (has a name) ──found by name──▶ used
+                     └──last free──▶ free (has none)      └──evicted: name dropped──▶ used
 
 Allocation takes free blocks first and then evicts cached ones, least recently used first. A holder holds a prefix, so
 blocks are given back from the last to the first: children are older than their parents in that order and go first, and
@@ -90,16 +90,6 @@ class BlockManager:
     def names(self) -> Collection[bytes]:
         """Names of all blocks that can be found, in no order. A view: it changes with the next call."""
         return self._block_of.keys()
-
-    def allocate(self, n: int, *, prefix: Sequence[bytes] = (), keep: int = 0) -> Blocks | None:
-        """`n` blocks with one reference each. None means "not now" and changes nothing.
-
-        The first of them are those that hold the longest cached prefix of `prefix`, names of blocks from the first one
-        on; `Blocks.num_found` says how many. `keep` blocks must stay available afterwards.
-        """
-        assert 0 <= len(prefix) <= n, f"cannot allocate {n} blocks for a prefix of {len(prefix)}"
-        found = self.find(prefix)
-        return self.take(found, n - len(found), keep=keep)
 
     def take(self, found: Sequence[int], num_new: int, *, keep: int = 0) -> Blocks | None:
         """One more reference to each of `found`, blocks that have names or holders, and `num_new` blocks behind them.

@@ -34,6 +34,7 @@ def load_engine(
     limits: StepLimits = DEFAULT_LIMITS,
     graph_tokens: int = 0,
     kv_dtype: str | None = None,
+    beside: Engine | None = None,
 ) -> Engine:
     """Load the weights of `source` in `dtype` on `device` ("cpu", "cuda" or "cuda:N") and make a KV pool beside them.
 
@@ -42,7 +43,8 @@ def load_engine(
     this process; None leaves torch's choice. On a GPU, decode steps of up to `graph_tokens` tokens are captured as CUDA
     graphs if the attention can be.
 
-    K and V are kept in `dtype`, or in `kv_dtype`, which is "int8" or "float8_e4m3".
+    K and V are kept in `dtype`, or in `kv_dtype`, which is "int8" or "float8_e4m3". `beside` is another engine on the
+    same device: there has to be memory for both pools.
 
     Raises ConfigError, naming the setting, for one that is wrong or asks for more than the machine has, or if torch is
     not installed.
@@ -74,7 +76,8 @@ def load_engine(
     if gpu_memory_fraction is None:
         size_setting = "num_blocks" if kv_cache_bytes is None else "kv_cache_bytes"
         num_blocks = pool_blocks(layout, num_blocks, kv_cache_bytes)
-        check_memory(torch_device, weights_nbytes, num_blocks * layout.block_nbytes, size_setting)
+        beside_nbytes = 0 if beside is None else beside.num_blocks * beside.layout.block_nbytes
+        check_memory(torch_device, weights_nbytes, num_blocks * layout.block_nbytes, size_setting, beside_nbytes)
     else:
         check_memory_fraction(torch_device, num_blocks, kv_cache_bytes)
         check_memory(torch_device, weights_nbytes, 0, "dtype")
@@ -175,15 +178,24 @@ def find_device(name: str) -> torch.device:
     return device
 
 
-def check_memory(device: torch.device, weights_nbytes: int, pool_nbytes: int, size_setting: str) -> None:
-    """Refuse at start what would end in the OOM killer, or in a failed allocation, later: pools are mapped lazily."""
+def check_memory(
+    device: torch.device, weights_nbytes: int, pool_nbytes: int, size_setting: str, beside_nbytes: int = 0
+) -> None:
+    """Refuse at start what would end in the OOM killer, or in a failed allocation, later: pools in host memory are
+    mapped lazily, also one of `beside_nbytes` that is there already."""
     import torch
 
-    available = psutil.virtual_memory().available if device.type == "cpu" else torch.cuda.mem_get_info(device)[0]
-    if weights_nbytes + pool_nbytes > available:
+    if device.type == "cpu":
+        available = psutil.virtual_memory().available
+    else:
+        # What is there already is not free any more.
+        available, beside_nbytes = torch.cuda.mem_get_info(device)[0], 0
+    if weights_nbytes + pool_nbytes + beside_nbytes > available:
         gib = 2.0**30
+        other = f" beside one of {beside_nbytes / gib:.2f} GiB" if beside_nbytes else ""
         raise ConfigError(
-            f"{size_setting}: weights of {weights_nbytes / gib:.2f} GiB and a KV pool of {pool_nbytes / gib:.2f} GiB "
-            f"do not fit in the {available / gib:.2f} GiB that {device} has free; use a smaller KV pool or dtype",
+            f"{size_setting}: weights of {weights_nbytes / gib:.2f} GiB and a KV pool of {pool_nbytes / gib:.2f} GiB"
+            f"{other} do not fit in the {available / gib:.2f} GiB that {device} has free; use a smaller KV pool or "
+            "dtype",
             field=size_setting,
         )

@@ -207,7 +207,7 @@ class SequenceBlocks:
         missing = self.blocks_for(room) - len(entry.ids)
         if missing <= 0:
             return True
-        more = self._manager.allocate(missing)
+        more = self._manager.take((), missing)
         if more is None:
             return False
         entry.ids += more.ids

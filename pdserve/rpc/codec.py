@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import time
 from collections.abc import Sequence
 
@@ -298,16 +299,21 @@ def worker_info_to_proto(info: WorkerInfo) -> pb.WorkerInfo:
 
 
 def worker_info_from_proto(message: pb.WorkerInfo) -> WorkerInfo:
-    """Raises InvalidRequestError for an unknown role, an impossible layout, or an address that is none."""
+    """Raises InvalidRequestError for an unknown role, an impossible layout, an address that is none, or a pause that is
+    not finite or negative."""
     try:
         role = Role(message.role)
     except ValueError:
         raise InvalidRequestError(f"worker role: unknown {message.role!r}", field="role") from None
+    if not 0 <= message.prefill_pause_s < math.inf:
+        raise InvalidRequestError(
+            f"prefill_pause_s: must be finite and not negative, got {message.prefill_pause_s}", field="prefill_pause_s"
+        )
     return WorkerInfo(
         worker_id=message.worker_id,
         incarnation=message.incarnation,
         role=role,
-        address=message.address,
+        address=check_address(message.address, "worker address"),
         model=message.model,
         model_fingerprint=message.model_fingerprint,
         kv_layout=layout_from_proto(message.kv_layout),

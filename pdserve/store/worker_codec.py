@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from dataclasses import dataclass
 from typing import TypeVar
 
 from pydantic import TypeAdapter, ValidationError
 
+from pdserve.addresses import check_address
+from pdserve.errors import InvalidRequestError
 from pdserve.kv_layout import DTYPE_NBYTES
 from pdserve.types import WorkerStats
 from pdserve.worker_info import WorkerInfo
@@ -50,12 +53,18 @@ def decode_worker(worker_id: str, info: object, stats: object) -> WorkerRecord:
         raise ValueError("`info.worker_id` is not the id in the key")
     if not decoded.incarnation or not decoded.address:
         raise ValueError("`info.incarnation` or `info.address` is empty")
+    try:
+        check_address(decoded.address, "info.address")
+    except InvalidRequestError:
+        raise ValueError("`info.address` is not host:port") from None
     layout = decoded.kv_layout
     if layout.dtype not in DTYPE_NBYTES:
         raise ValueError("`info.kv_layout.dtype` is unknown")
     counts = (layout.block_size, layout.num_layers, layout.num_kv_heads, layout.head_dim, decoded.num_blocks)
     if min(*counts, decoded.max_model_len) < 1:
         raise ValueError("a size in `info` is not positive")
+    if not 0 <= decoded.prefill_pause_s < math.inf:
+        raise ValueError("`info.prefill_pause_s` is not finite, or negative")
     return WorkerRecord(info=decoded, stats=_validated(_STATS, "stats", stats))
 
 

@@ -46,7 +46,7 @@ def worker_info(
         worker_id=f"{role.value}-1",
         incarnation=incarnation,
         role=role,
-        address="",
+        address="127.0.0.1:1",
         model="m",
         model_fingerprint="f",
         kv_layout=layout,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
@@ -180,15 +181,18 @@ class RouterRigs:
 
     @contextlib.asynccontextmanager
     async def router(self, **router: Any) -> AsyncIterator[tuple[RouterService, RouterClient]]:
-        """A router of the deployment and a client of it. Settings of the section can be given."""
+        """A router of the deployment and a client of it. Settings of the section can be given. At the end it must not
+        have ended by itself, as it does when one of its background tasks fails."""
         service = RouterService(make_config(self._redis_url, self._store.keys.cluster, self._model_path, **router))
         try:
             await service.start()
+            running = asyncio.create_task(service.run())
             client = RouterClient(service.address)
             try:
                 yield service, client
             finally:
                 await client.channel.close()
+                await _end(running)
         finally:
             await service.stop()
 
@@ -220,6 +224,16 @@ class RouterRigs:
                     await rig.wait_quiet()
             finally:
                 await fleet.aclose()
+
+
+async def _end(running: asyncio.Task[None]) -> None:
+    """Of a router that has been stopped, or is going to be."""
+    # What has ended in this very moment has ended, too.
+    await asyncio.wait([running], timeout=0.0)
+    if running.done() and not running.cancelled():
+        raise AssertionError("the router has ended by itself") from running.exception()
+    running.cancel()
+    await asyncio.wait([running])
 
 
 def ask(max_tokens: int | None = 8, prompt: Sequence[int] = PROMPT, **fields: Any) -> pb.GenerateRequest:

@@ -26,12 +26,6 @@ def load_decode_model(config: Config) -> LoadedModel:
     source, draft_source = open_model(config.model.path), open_model(path)
     check_draft_model(source, draft_source)
     kv = config.kv
-    if kv.gpu_memory_fraction is not None:
-        raise ConfigError(
-            f"{FIELD}: what two models leave of a GPU is not measured; set kv.pool_bytes or kv.num_blocks, and not "
-            "kv.gpu_memory_fraction",
-            field=FIELD,
-        )
     if kv.num_blocks is None:
         has_scales = kv.dtype != "auto"
         own, drafts = _kv_width(source.config, has_scales), _kv_width(draft_source.config, has_scales)

@@ -143,10 +143,11 @@ class WorkerHost:
         self._thread = EngineThread(f"{self.worker_id}-engine")
         begin = time.monotonic()
         loaded = await self._thread.call(lambda: self._engine_factory(config))
+        # Before anything else may fail: `aclose` ends them.
+        self._ranks = loaded.group
         self.info = self._describe(loaded, address)
         self.runner = StepRunner(loaded.engine, self._thread, on_step=self._on_step)
         self.draft_engine = loaded.draft
-        self._ranks = loaded.group
         if loaded.group is not None:
             self.tasks.spawn(self._watch_ranks(loaded.group), "ranks")
         self.metrics.engine_loaded(1 if loaded.group is None else loaded.group.size)

@@ -99,6 +99,7 @@ def load_model(config: Config, *, decodes: bool = False, beside: Engine | None =
             limits=_step_limits(config, decodes),
             graph_tokens=_decode_rows(config) if decodes and settings.cuda_graphs else 0,
             kv_dtype=kv_dtype,
+            beside=beside,
         )
     else:
         for name, ignored in (("dtype", settings.dtype != "float32"), ("attention", settings.attention != "auto")):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import json
+import logging
 import time
 from collections import deque
 from typing import Any, Final, NoReturn
@@ -13,6 +14,8 @@ from pdserve.metrics import router_table as table
 from router.page.happenings import Happenings
 from router.page.latency import RecentQuantiles
 from router.page.snapshot import IsShown, RouterView
+
+log = logging.getLogger(__name__)
 
 PERIOD_S: Final = 0.5
 HISTORY_S: Final = 300.0
@@ -45,9 +48,12 @@ class Feed:
         """Whether there will be another look after the next one."""
         self._told: dict[Audience, bytes] = {}
         """What was made of the last look, for whom."""
+        self._bugs: set[type[Exception]] = set()
+        """Those that the log of the process has."""
 
     async def run(self) -> NoReturn:
-        """Look, for as long as the router runs."""
+        """Look, for as long as the router runs. A bug met while looking is logged, once of each kind: it must not end
+        the router, which serves without a page."""
         try:
             while True:
                 self.look()
@@ -57,6 +63,17 @@ class Feed:
 
     def look(self) -> None:
         """Take in what has changed, and tell the watchers."""
+        try:
+            self._take_in()
+        except Exception as error:
+            if type(error) not in self._bugs:
+                self._bugs.add(type(error))
+                log.error("unexpected error while looking at the router for the page", exc_info=error)
+        self._told.clear()
+        looked, self._next = self._next, asyncio.get_running_loop().create_future()
+        looked.set_result(True)
+
+    def _take_in(self) -> None:
         now, at, view = time.monotonic(), time.time(), self._view
         self._happenings.look(at, view.pool.workers, view.metrics.values, store_available=view.store_available())
         self._latency = {"ttft": self._ttft.look(now), "itl": self._itl.look(now)}
@@ -65,18 +82,17 @@ class Feed:
             self._history.append(
                 {"at": round(at, 3), "latency": self._latency, "output_tokens_total": view.metrics.num_output_tokens}
             )
-        self._told.clear()
-        looked, self._next = self._next, asyncio.get_running_loop().create_future()
-        looked.set_result(True)
 
     def state(self, audience: Audience) -> bytes:
         """One snapshot as JSON, with `history`: points of the last five minutes."""
         return self._as_json(audience, whole=True)
 
-    async def next(self, audience: Audience) -> bytes | None:
-        """The next snapshot, without history; None once there will be none any more."""
-        if not await asyncio.shield(self._next):
-            return None
+    async def looked(self) -> bool:
+        """Wait for the next look. Whether there was one: there will be none any more once the router stops."""
+        return await asyncio.shield(self._next)
+
+    def latest(self, audience: Audience) -> bytes:
+        """A snapshot as of the last look, without history."""
         if audience not in self._told:
             self._told[audience] = self._as_json(audience, whole=False)
         return self._told[audience]

@@ -25,6 +25,7 @@ MAX_NAMES: Final = 10_000
 _LEVELS: Final[Mapping[WorkerState, Level]] = {
     WorkerState.CONNECTING: "info",
     WorkerState.READY: "good",
+    WorkerState.RESTING: "warn",
     WorkerState.DRAINING: "warn",
     WorkerState.LOST: "bad",
     WorkerState.INCOMPATIBLE: "bad",

@@ -8,6 +8,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from pdserve.errors import UnauthenticatedError
 from router.core import RouterCore
 from router.http.attendant import Attendant
 from router.http.call_limits import client_of
@@ -28,7 +29,7 @@ class PageStream:
         return Response(state, media_type="application/json", headers={"Cache-Control": "no-store"})
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Snapshots as server-sent events, until the client leaves or the router stops."""
+        """Snapshots as server-sent events, until the client leaves, its key is revoked, or the router stops."""
         config, gone, audience = self._core.config, asyncio.Event(), self._audience(scope)
         attendant = Attendant(
             scope,
@@ -40,10 +41,17 @@ class PageStream:
         )
         async with attendant as client:
             await client.send({"type": "http.response.start", "status": 200, "headers": [*HEADERS]})
-            data: bytes | None = self._feed.state(audience)
-            while data is not None and not gone.is_set():
+            data = self._feed.state(audience)
+            while not gone.is_set():
                 await client.send({"type": "http.response.body", "body": b"data: " + data + b"\n\n", "more_body": True})
-                data = await self._feed.next(audience)
+                if not await self._feed.looked():
+                    break
+                # Anew each time: what a key may see, and whether it is one, may have changed since.
+                try:
+                    audience = self._audience(scope)
+                except UnauthenticatedError:
+                    break
+                data = self._feed.latest(audience)
             await client.send({"type": "http.response.body", "body": b""})
 
     def _audience(self, scope: Scope) -> Audience:

@@ -186,7 +186,8 @@ class LeastTimePlacement:
         *,
         bounded: bool,
     ) -> _Way | None:
-        able = decodes & fleet.computes_prompts
+        # A prompt gets room for all of its tokens, also where a window lets the pool hold longer sequences.
+        able = decodes & fleet.computes_prompts & (fleet.pool_tokens >= request.num_known_tokens)
         if bounded:
             able &= fleet.prefill_tokens + prompt.lacking <= self._limits.max_tokens_ahead
         if not np.count_nonzero(able):

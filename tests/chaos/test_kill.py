@@ -195,16 +195,21 @@ async def test_a_killed_prefill_worker_is_replaced_while_it_computes(
 ) -> None:
     """O-WRK-2: killed with long prompts queued on it and in transfer from it."""
     rng = np.random.default_rng(23)
-    prompts = [rng.integers(3, 300, 1500).tolist() for _ in range(NUM_STREAMS)]
+    prompts: list[list[int]] = []
     before = cluster.infos()["prefill-0"].incarnation
     computed = cluster.stats()["prefill-0"].prefill_tokens_total
     async with AsyncClient(cluster.address, timeout_s=CALL_TIMEOUT_S) as client, asyncio.TaskGroup() as group:
-        tasks = [
-            group.create_task(client.generate(token_ids=p, max_tokens=8, temperature=0.0, ignore_eos=True))
-            for p in prompts
-        ]
+        tasks: list[asyncio.Task[Generation]] = []
 
         async def victim_is_computing() -> bool:
+            # The other prefill worker may have taken all of the last ones, or been done with them between two looks.
+            if all(task.done() for task in tasks):
+                new = [rng.integers(3, 300, 1500).tolist() for _ in range(NUM_STREAMS)]
+                prompts.extend(new)
+                tasks.extend(
+                    group.create_task(client.generate(token_ids=p, max_tokens=8, temperature=0.0, ignore_eos=True))
+                    for p in new
+                )
             stats = (await asyncio.to_thread(cluster.stats))["prefill-0"]
             return stats.num_running > 0 and stats.prefill_tokens_total > computed
 

@@ -5,17 +5,21 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 
 from decode_worker.draft_driver import DraftDriver
 from pdserve.client import AsyncClient, Generation
 from pdserve.config import Config
+from pdserve.engine.cpu import loader as cpu_loader
 from pdserve.engine.cpu.isa import selected_isa
 from pdserve.errors import ConfigError
 from pdserve.grammar import sequences
@@ -220,6 +224,67 @@ async def test_stream_goes_on_without_drafts_when_the_draft_model_fails(
         await cluster.quiet()
 
 
+async def test_what_the_draft_model_computes_beside_a_step_that_fails_ends_with_it(
+    redis_url: str,
+    cluster_name: str,
+    model: Path,
+    prompts: list[list[int]],
+    plain: Any,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    is_beside = threading.Event()
+    begin, draft = DraftDriver.begin_catching_up, DraftDriver.draft
+    was_beside: list[bool] = []
+
+    def begin_and_tell(driver: DraftDriver) -> None:
+        begin(driver)
+        if driver._catching_up is not None:
+            is_beside.set()
+
+    async def look_and_draft(driver: DraftDriver, *args: Any) -> None:
+        was_beside.append(driver._catching_up is not None)
+        await draft(driver, *args)
+
+    async def nothing(driver: DraftDriver) -> bool:
+        return False
+
+    monkeypatch.setattr(DraftDriver, "begin_catching_up", begin_and_tell)
+    monkeypatch.setattr(DraftDriver, "draft", look_and_draft)
+    monkeypatch.setattr(DraftDriver, "catch_up", nothing)
+
+    class Failing:
+        """Fails its first step, when the draft model is to compute something beside it."""
+
+        def __init__(self, engine: Any) -> None:
+            self._engine = engine
+            self.has_failed = False
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self._engine, name)
+
+        def forward(self, *args: Any) -> Any:
+            if not self.has_failed:
+                self.has_failed = True
+                assert is_beside.wait(60.0)
+                raise RuntimeError("broken on purpose")
+            return self._engine.forward(*args)
+
+    def load(config: Config) -> LoadedModel:
+        loaded = load_decode_model(config)
+        return replace(loaded, engine=Failing(loaded.engine))
+
+    config = make_config(redis_url, cluster_name, model, model)
+    async with InProcessCluster(config, router=True, decode_engines=[load]) as cluster:
+        assert cluster.router is not None
+        async with AsyncClient(cluster.router.address, timeout_s=60.0) as client:
+            result = await client.generate(
+                token_ids=prompts[0], max_tokens=NUM_TOKENS, temperature=0.0, ignore_eos=True
+            )
+        assert result.placement.attempts > 1 and [result.token_ids] == plain["greedy"]
+        await cluster.quiet()
+    assert is_beside.is_set() and was_beside and not any(was_beside)
+
+
 async def test_stream_whose_worker_dies_goes_on_with_drafts_elsewhere(
     redis_url: str, cluster_name: str, model: Path, prompts: list[list[int]]
 ) -> None:
@@ -253,6 +318,40 @@ def test_both_pools_share_the_memory_of_the_configuration(model: Path, stranger:
     assert loaded.draft is not None and loaded.draft.num_blocks == loaded.engine.num_blocks < alone.num_blocks
     nbytes = loaded.engine.num_blocks * (loaded.engine.layout.block_nbytes + loaded.draft.layout.block_nbytes)
     assert 0.98 * (8 << 20) < nbytes <= 8 << 20
+
+
+@pytest.mark.parametrize("kind", ["torch", "cpu"])
+def test_memory_has_to_hold_both_pools(model: Path, stranger: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    """No memory of the first one is taken when the second one is made."""
+    if kind == "cpu" and selected_isa() is None:
+        pytest.skip("the CPU engine does not run on this CPU")
+    num_blocks = 12000
+
+    def load() -> LoadedModel:
+        speculation = {"speculation": {"method": "draft", "draft_model": str(stranger)}}
+        tree = {
+            "model": {"path": str(model)},
+            "engine": {"kind": kind, "threads": 1},
+            "kv": {"num_blocks": num_blocks},
+            "decode": speculation,
+        }
+        return load_decode_model(Config.model_validate(tree))
+
+    loaded = load()
+    assert loaded.draft is not None
+    pools = [num_blocks * engine.layout.block_nbytes for engine in (loaded.engine, loaded.draft)]
+    room = (cpu_loader.WORKING_NBYTES if kind == "cpu" else 0) + (16 << 20)
+
+    def have(free: int) -> None:
+        monkeypatch.setattr(cpu_loader, "available_memory", lambda: free)
+        monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=free))
+
+    assert min(pools) > 20 << 20
+    have(sum(pools) + room)
+    load()
+    have(max(pools) + room)
+    with pytest.raises(ConfigError, match=r"^num_blocks: .* beside one of .* do not fit"):
+        load()
 
 
 @pytest.mark.parametrize("what", ["vocabulary", "rows"])

@@ -12,6 +12,7 @@ import grpc
 import pytest
 
 from kv_transfer import TransferConfig
+from kv_transfer.copy_kernel import CopyKernel, copy_kernel
 from kv_transfer.messages import Endpoint, LinkId
 from kv_transfer.transports.base import Landing, PostError, TransportContext
 from kv_transfer.transports.grpc_placer import MAX_WAITING, Placer
@@ -195,6 +196,62 @@ async def test_what_breaks_after_a_post_is_told_by_a_later_one() -> None:
 
         await eventually(fails, "a post fails")
         assert len(pair.freed) == pair.freed.count(0) + pair.freed.count(1)
+
+
+async def test_a_post_to_a_call_that_has_ended_fails_though_no_later_one_comes() -> None:
+    async with connected() as pair:
+        await pair.post(0)
+        await eventually(lambda: pair.sink.order == [0], "it has arrived")
+        await pair.server.stop(0)
+        call = pair.sender._call
+        assert call is not None
+        await eventually(call.done, "the sender has heard of the end")
+        with pytest.raises(PostError, match=r"the KvData stream to 127\.0\.0\.1:\d+ has ended"):
+            await pair.post(1)
+        assert sorted(pair.freed) == [0, 1]
+
+
+async def test_frames_arrive_where_nothing_can_be_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(kernel: CopyKernel) -> None:
+        raise RuntimeError("no such target")
+
+    monkeypatch.setattr(CopyKernel, "__init__", fail)
+    copy_kernel.cache_clear()
+    try:
+        async with connected() as pair:
+            sent = {(LINK, seq): payload(await pair.post(seq)) for seq in range(3)}
+            await eventually(lambda: pair.sink.frames == sent, "all frames are in their places")
+            assert pair.sink.num_damaged == 0 and pair.sink.failures == []
+    finally:
+        copy_kernel.cache_clear()
+
+
+async def test_a_frame_that_has_waited_until_the_transport_was_closed_is_not_placed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    submit = Placer.submit
+    submitted: list[bytes] = []
+
+    def counting(placer: Placer, link: LinkId, frame: bytes) -> asyncio.Future[None]:
+        submitted.append(frame)
+        return submit(placer, link, frame)
+
+    monkeypatch.setattr(Placer, "submit", counting)
+    sink, open_links = GatedSink(), {LINK}
+    sink.gate.clear()
+    placer = Placer(sink, open_links)
+    stream = placer.stream(LINK)
+    frames = [random_frame(seq, PIECES).join() for seq in range(MAX_WAITING + 1)]
+    for frame in frames[:-1]:
+        await stream.put(frame)
+    waiting = asyncio.create_task(stream.put(frames[-1]))
+    await eventually(lambda: sink.num_waiting == 1, "one is about to be copied, the others wait")
+    open_links.clear()
+    closing = asyncio.create_task(placer.aclose())
+    sink.gate.set()
+    await waiting
+    await closing
+    assert submitted == frames[:-1]
 
 
 async def test_a_closed_sender_posts_nothing_and_holds_no_source() -> None:

@@ -27,7 +27,7 @@ def report(router: FakeRouter, *, blocks: int, generated: int) -> None:
         v_order="token,dim",
     )
     router.status.workers.add(
-        info=common_pb2.WorkerInfo(worker_id="d", role="decode", kv_layout=layout),
+        info=common_pb2.WorkerInfo(worker_id="d", role="decode", address="127.0.0.1:1", kv_layout=layout),
         stats=common_pb2.WorkerStats(blocks_in_use=blocks, generated_tokens_total=generated),
     )
 

@@ -21,12 +21,13 @@ from kv_transfer.process_memory import PIECES_TYPECODE, Pieces, pieces_of
 from kv_transfer.transports import local_greeting, local_receiver
 from kv_transfer.transports.base import PostError, TransportUnavailable
 from kv_transfer.transports.local_greeting import Greeter
+from kv_transfer.transports.local_receiver import LocalReceiver
 from kv_transfer.transports.local_sender import LocalSender
 from kv_transfer.transports.local_wire import MAX_PIECES, STREAM_ONLY, Mode, pack_offer, where_am_i
 from kv_transfer.wire import Frame
 from pdserve.errors import HandoffError
 from pdserve.testing.handoff_rig import CONFIG, decode_worker, prefill_worker, worker_info
-from pdserve.testing.local_peer import CHUNK_NBYTES, LINK, chunk_frame, content
+from pdserve.testing.local_peer import CHUNK_NBYTES, LINK, RecordingSink, chunk_frame, content
 from pdserve.testing.local_rig import OTHER_LINK, Decode, Freed, contents, decode_side, peer
 from pdserve.testing.waiting import eventually
 from pdserve.types import Role
@@ -82,6 +83,32 @@ async def test_a_decode_worker_that_can_read_nobody_says_so(monkeypatch: pytest.
         assert sender.mode is Mode.STREAM
         await sender.post(chunk_frame(3, 0)[0], freed.of(0))
         await eventually(lambda: decode.sink.landed == contents(3, 1), "the chunk has landed")
+
+
+def sockets_of_this_host() -> str:
+    """Of the Unix kind, with their names."""
+    return Path("/proc/net/unix").read_text()
+
+
+async def test_a_receiver_that_is_still_compiling_can_be_given_up_and_has_no_listener(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    compiling, compiled = threading.Event(), threading.Event()
+
+    def compile_slowly() -> None:
+        compiling.set()
+        assert compiled.wait(10), "nobody let it end"
+
+    monkeypatch.setattr(local_receiver, "copy_kernel", compile_slowly)
+    receiver = LocalReceiver("given-up", RecordingSink())
+    starting = asyncio.create_task(receiver.start())
+    await eventually(compiling.is_set, "it compiles")
+    assert "given-up" not in sockets_of_this_host()
+    starting.cancel()
+    compiled.set()
+    with suppress(asyncio.CancelledError):
+        await starting
+    await receiver.aclose()
 
 
 @pytest.mark.parametrize("mode", [None, STREAM_ONLY])

@@ -6,6 +6,7 @@ import asyncio
 import dataclasses
 import json
 import logging
+import math
 import os
 import signal
 from collections.abc import AsyncIterator
@@ -171,6 +172,10 @@ async def test_foreign_values_are_ignored_with_one_log_line_each(
     await registration(store, make_info("model")).register(WorkerStats())
     good = await raw.hgetall(store.keys.worker("model"))
     info = json.loads(good[b"info"])
+
+    def pausing(name: str, pause_s: float) -> dict[bytes, bytes]:
+        return {**good, b"info": json.dumps({**info, "worker_id": name, "prefill_pause_s": pause_s}).encode()}
+
     bad_values: dict[str, bytes | dict[bytes, bytes]] = {
         "string": b"not a hash",
         "no-stats": {b"info": good[b"info"]},
@@ -178,6 +183,11 @@ async def test_foreign_values_are_ignored_with_one_log_line_each(
         "wrong-json": {**good, b"info": b"[]"},
         "wrong-id": good,
         "no-address": {**good, b"info": json.dumps({**info, "worker_id": "no-address", "address": ""}).encode()},
+        "resolver": {**good, b"info": json.dumps({**info, "worker_id": "resolver", "address": "dns:///w:1"}).encode()},
+        "socket": {**good, b"info": json.dumps({**info, "worker_id": "socket", "address": "unix:/run/x"}).encode()},
+        "pause-nan": pausing("pause-nan", math.nan),
+        "pause-inf": pausing("pause-inf", math.inf),
+        "pause-less": pausing("pause-less", -0.5),
         "bad-type": {**good, b"info": json.dumps({**info, "worker_id": "bad-type", "num_blocks": "9"}).encode()},
         "bad-role": {**good, b"info": json.dumps({**info, "worker_id": "bad-role", "role": "boss"}).encode()},
         "no-blocks": {**good, b"info": json.dumps({**info, "worker_id": "no-blocks", "num_blocks": 0}).encode()},

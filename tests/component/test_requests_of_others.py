@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -12,7 +13,7 @@ import pytest
 
 from pdserve.client import AsyncClient, RetryPolicy
 from pdserve.errors import NotFoundError, WrongRouterError
-from pdserve.security.api_keys import new_key, write_keys
+from pdserve.security.api_keys import new_key, read_keys, write_keys
 from pdserve.store.client import Store
 from pdserve.store.requests import RequestRecords
 from pdserve.testing.fake_fleet import FakeFleet
@@ -33,7 +34,8 @@ def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 class Shared:
     """Two routers with the same keys, and the ways in."""
 
-    def __init__(self, routers: list[RouterService], fleet: FakeFleet, keys: dict[str, str]) -> None:
+    def __init__(self, routers: list[RouterService], fleet: FakeFleet, keys: dict[str, str], keys_file: Path) -> None:
+        self.keys_file = keys_file
         self.routers = routers
         self.fleet = fleet
         self.keys = keys
@@ -77,7 +79,7 @@ async def shared(store: Store, redis_url: str, model_path: Path, tmp_path: Path)
             await router.start()
             await eventually(lambda router=router: router.pool.has_usable_pair, "a pair is ready")  # type: ignore[misc]
             routers.append(router)
-        yield Shared(routers, fleet, {name: key for name, (_, key) in made.items()})
+        yield Shared(routers, fleet, {name: key for name, (_, key) in made.items()}, tmp_path / "keys.yaml")
 
 
 @pytest.mark.parametrize("num_outputs", [1, 3])
@@ -187,3 +189,29 @@ async def test_the_page_lists_each_key_its_own_outputs_and_counts_all(shared: Sh
         decode.before_step.release()
         for stream in streams:
             await stream.close()
+
+
+async def test_a_page_that_is_open_shows_what_its_key_may_see_now(shared: Shared) -> None:
+    """An operator's key becomes one like others and is revoked then, while its stream of events goes on."""
+    decode = shared.fleet.decode["d0"]
+    decode.before_step.hold()
+    keys = {key.name: key for key in read_keys(shared.keys_file)}
+    async with shared.client("alice") as alice, shared.http("operator") as http:
+        stream = alice.stream(token_ids=PROMPT, max_tokens=5, temperature=0, request_id="alices")
+        await stream.__aiter__().__anext__()
+        async with http.stream("GET", "/dashboard/events") as events:
+            lines = (line async for line in events.aiter_lines() if line.startswith("data: "))
+            assert "alices" in await anext(lines)
+            keys["operator"] = keys["operator"].model_copy(update={"operator": False})
+            write_keys(shared.keys_file, list(keys.values()))
+            async with asyncio.timeout(20):
+                while "alices" in await anext(lines):
+                    continue
+            del keys["operator"]
+            write_keys(shared.keys_file, list(keys.values()))
+            async with asyncio.timeout(20):
+                assert [line for line in [line async for line in lines] if "alices" in line] == []
+        async with http.stream("GET", "/dashboard/events") as events:
+            assert events.status_code == 401
+        decode.before_step.release()
+        await stream.close()

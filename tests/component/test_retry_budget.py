@@ -100,3 +100,30 @@ async def test_a_stream_that_has_no_budget_left_ends_with_a_typed_error(rigs: Ro
         with pytest.raises(PdServeError, match=r"router\.retry_budget") as caught:
             await running
         assert caught.value.code == "unavailable" and caught.value.retryable
+
+
+async def test_an_attempt_that_would_come_after_the_deadline_is_not_waited_for(rigs: RouterRigs) -> None:
+    budget = {"ratio": 0.0, "per_s": 0.02, "burst": 0}
+    async with rigs.start(worker_wait_s=600.0, retry_budget=budget) as rig:
+        rig.fleet.prefill["p0"].fail_with = BROKEN
+        error = await rig.client.error(ask(), timeout=20.0)
+        assert (error.code, "router.retry_budget" in error.message) == ("unavailable", True)
+
+
+async def test_who_leaves_while_waiting_for_an_attempt_gives_it_back(rigs: RouterRigs) -> None:
+    budget = {"ratio": 0.0, "per_s": 0.01, "burst": 1}
+    async with rigs.start(worker_wait_s=600.0, retry_budget=budget) as rig:
+        rig.fleet.prefill["p0"].fail_with = BROKEN
+        running = asyncio.create_task(rig.client.generate(ask(), timeout=None))
+
+        async def waits() -> bool:
+            return await value_of(rig, "pdserve_router_retries_total") == 2
+
+        await eventually(waits, "one attempt was made at once, the next one waits")
+        assert await value_of(rig, "pdserve_router_retry_budget_attempts") < 0.0
+        running.cancel()
+
+        async def given_back() -> bool:
+            return await value_of(rig, "pdserve_router_retry_budget_attempts") >= 0.0
+
+        await eventually(given_back, "nobody waits any more")

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import logging
 import os
 import signal
 import time
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
 
+from pdserve.errors import PdServeError
 from pdserve.rpc.errors import error_of
 from pdserve.rpc.v1 import common_pb2, inference_pb2_grpc, worker_pb2
 from pdserve.rpc.v1 import inference_pb2 as pb
@@ -25,6 +28,7 @@ from pdserve.testing.fake_workers import FakeDecodeWorker
 from pdserve.testing.router_rig import PROMPT, RouterRig, RouterRigs, ask, expected, make_model
 from pdserve.testing.waiting import eventually
 from pdserve.types import Role, WorkerStats
+from router.page.feed import Feed
 
 
 @pytest.fixture(scope="module")
@@ -380,6 +384,37 @@ async def test_a_worker_that_fails_one_request_after_another_rests_and_is_probed
             return await state() == "ready" and len(bad.jobs) > num_jobs + 1
 
         await eventually(is_back, "it is used again")
+
+
+@pytest.mark.parametrize(
+    "settings", [{"max_attempts": 1}, {"retry_budget": {"ratio": 0.0, "per_s": 0.0, "burst": 0}}], ids=lambda s: min(s)
+)
+async def test_a_worker_rests_also_if_what_it_fails_is_not_tried_again(
+    rigs: RouterRigs, settings: dict[str, Any]
+) -> None:
+    async with rigs.start(prefill=2, **settings) as rig:
+        bad = rig.fleet.prefill["p0"]
+        bad.fail_with = worker_pb2.JobFailed(code="internal", message="broken", retryable=True, blame="p0")
+
+        async def rests() -> bool:
+            with contextlib.suppress(PdServeError):
+                await rig.client.generate(ask(5))
+            return any(w.state == "resting" for w in (await rig.client.status()).workers)
+
+        await eventually(rests, "it rests")
+
+
+async def test_a_rig_notices_that_its_router_has_ended_by_itself(
+    rigs: RouterRigs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def fail(feed: Feed) -> None:
+        raise KeyError("a bug")
+
+    monkeypatch.setattr(Feed, "run", fail)
+    with pytest.raises(AssertionError, match="ended by itself"):
+        async with rigs.router() as (router, _):
+            with pytest.raises(ExceptionGroup):
+                await router.run()
 
 
 async def test_a_reservation_on_a_worker_that_is_already_lost_is_made_again_elsewhere(rigs: RouterRigs) -> None:

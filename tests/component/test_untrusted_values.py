@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 from kv_transfer.codec import prefix_request_from_proto, prefix_request_to_proto
 from kv_transfer.messages import PrefixRequest
 from pdserve.errors import InvalidRequestError
-from pdserve.rpc.codec import job_to_proto
+from pdserve.rpc.codec import job_to_proto, worker_info_from_proto, worker_info_to_proto
 from pdserve.rpc.v1 import inference_pb2
 from pdserve.rpc.v1 import worker_pb2 as pb
 from pdserve.store.client import Store
@@ -70,6 +71,22 @@ def test_a_worker_connects_to_nothing_that_is_no_address(address: str) -> None:
     fetch.requester.address = address
     with pytest.raises(InvalidRequestError, match=r"requester\.address: must be host:port"):
         prefix_request_from_proto(fetch)
+
+
+@pytest.mark.parametrize("address", NO_ADDRESSES)
+def test_a_hello_of_a_worker_without_an_address_is_refused(address: str) -> None:
+    message = worker_info_to_proto(INFO)
+    message.address = address
+    with pytest.raises(InvalidRequestError, match="worker address: must be host:port"):
+        worker_info_from_proto(message)
+
+
+@pytest.mark.parametrize("pause_s", [-0.1, math.nan, math.inf])
+def test_a_hello_of_a_worker_that_pauses_for_no_time_that_could_be_is_refused(pause_s: float) -> None:
+    message = worker_info_to_proto(INFO)
+    message.prefill_pause_s = pause_s
+    with pytest.raises(InvalidRequestError, match="prefill_pause_s: must be finite and not negative"):
+        worker_info_from_proto(message)
 
 
 @pytest.mark.parametrize(

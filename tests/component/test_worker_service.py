@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import socket
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import Any
 
 import grpc
@@ -121,6 +122,32 @@ async def test_longer_context_than_the_model_has_is_refused(redis_url: str, clus
     config = test_config(redis_url, cluster_name, model={"max_model_len": 100})
     error = await refused_start("prefill", config, engine_factory=FakeEngines(max_position_embeddings=64))
     assert isinstance(error, ConfigError) and "model.max_model_len" in error.message
+
+
+class CountedGroup:
+    """The processes of an engine that has only its own."""
+
+    size = 2
+
+    def __init__(self) -> None:
+        self.num_closed = 0
+
+    def on_lost(self, call: Callable[[str], None]) -> None:
+        """See EngineGroup. None is ever lost."""
+
+    def close(self) -> None:
+        """See EngineGroup."""
+        self.num_closed += 1
+
+
+async def test_the_processes_of_an_engine_end_with_a_start_that_is_refused_after_loading(
+    redis_url: str, cluster_name: str
+) -> None:
+    group, engines = CountedGroup(), FakeEngines(max_position_embeddings=64)
+    config = test_config(redis_url, cluster_name, model={"max_model_len": 100})
+    error = await refused_start("prefill", config, engine_factory=lambda c: replace(engines(c), group=group))
+    assert isinstance(error, ConfigError) and engines.made
+    assert group.num_closed == 1
 
 
 # Identity and health --------------------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import pytest
@@ -20,9 +21,15 @@ def name(number: int) -> bytes:
 A, B, C = map(name, range(3))
 
 
+def opened(manager: BlockManager, n: int, *, prefix: Sequence[bytes] = (), keep: int = 0) -> Blocks | None:
+    """`n` blocks, as for a sequence with these names: those of the longest beginning that is there come first."""
+    found = manager.find(prefix)
+    return manager.take(found, n - len(found), keep=keep)
+
+
 def filled(manager: BlockManager, *names: bytes) -> Blocks:
     """Blocks whose content is final and has these names."""
-    blocks = manager.allocate(len(names), prefix=names)
+    blocks = opened(manager, len(names), prefix=names)
     assert blocks is not None
     manager.publish(blocks.ids[blocks.num_found :], names[blocks.num_found :])
     return blocks
@@ -30,7 +37,7 @@ def filled(manager: BlockManager, *names: bytes) -> Blocks:
 
 def test_blocks_are_distinct_and_counted() -> None:
     manager = BlockManager(4)
-    first, second = manager.allocate(3), manager.allocate(1)
+    first, second = manager.take((), 3), manager.take((), 1)
     assert first is not None and second is not None
     assert set(first.ids) | set(second.ids) == {0, 1, 2, 3}
     assert (manager.num_free, manager.num_used) == (0, 4)
@@ -38,23 +45,23 @@ def test_blocks_are_distinct_and_counted() -> None:
 
 def test_an_allocation_that_does_not_fit_changes_nothing() -> None:
     manager = BlockManager(4)
-    held = manager.allocate(2)
-    assert manager.allocate(3) is None
+    held = manager.take((), 2)
+    assert manager.take((), 3) is None
     assert manager.num_free == 2
-    rest = manager.allocate(2)
+    rest = manager.take((), 2)
     assert held is not None and rest is not None and not set(held.ids) & set(rest.ids)
 
 
 def test_allocating_nothing_gives_no_blocks_even_when_full() -> None:
     manager = BlockManager(1)
-    manager.allocate(1)
-    assert manager.allocate(0) == Blocks(())
+    manager.take((), 1)
+    assert manager.take((), 0) == Blocks(())
 
 
 def test_shared_blocks_stay_until_the_last_holder_frees_them() -> None:
     manager = BlockManager(4)
     blocks = filled(manager, A, B)
-    shared = manager.allocate(2, prefix=(A, B))
+    shared = opened(manager, 2, prefix=(A, B))
     assert shared is not None and shared.ids == blocks.ids
     manager.free(blocks, (A, B))
     assert (manager.num_used, manager.num_cached) == (2, 0)
@@ -65,7 +72,7 @@ def test_shared_blocks_stay_until_the_last_holder_frees_them() -> None:
 
 def test_a_double_free_is_caught_and_changes_nothing() -> None:
     manager = BlockManager(4)
-    blocks, other = manager.allocate(2), manager.allocate(1)
+    blocks, other = manager.take((), 2), manager.take((), 1)
     assert blocks is not None and other is not None
     manager.free(blocks)
     with pytest.raises(AssertionError, match="double free"):
@@ -82,7 +89,7 @@ def test_publishing_a_free_block_is_caught() -> None:
 
 def test_the_same_block_twice_in_one_set_is_caught() -> None:
     manager = BlockManager(4)
-    blocks = manager.allocate(1)
+    blocks = manager.take((), 1)
     assert blocks is not None
     with pytest.raises(AssertionError, match="twice"):
         manager.free(Blocks(blocks.ids + blocks.ids))
@@ -90,11 +97,11 @@ def test_the_same_block_twice_in_one_set_is_caught() -> None:
 
 def test_the_block_freed_last_is_handed_out_first_in_the_same_order() -> None:
     manager = BlockManager(8)
-    manager.allocate(2)
-    blocks = manager.allocate(3)
+    manager.take((), 2)
+    blocks = manager.take((), 3)
     assert blocks is not None
     manager.free(blocks)
-    assert manager.allocate(3) == blocks
+    assert manager.take((), 3) == blocks
 
 
 def test_integrity_check_sees_a_lost_block() -> None:
@@ -109,7 +116,7 @@ def test_content_that_nobody_holds_is_found_again_until_its_block_is_needed() ->
     blocks = filled(manager, A, B)
     manager.free(blocks, (A, B))
     assert (manager.num_used, manager.num_cached, manager.num_free) == (0, 2, 2)
-    again = manager.allocate(3, prefix=(A, B, C))
+    again = opened(manager, 3, prefix=(A, B, C))
     assert again is not None and again.ids[:2] == blocks.ids and again.num_found == 2
     assert (manager.num_used, manager.num_cached, manager.num_free) == (3, 0, 1)
 
@@ -118,14 +125,14 @@ def test_recycled_block_has_lost_its_name() -> None:
     """O-PFX-2."""
     manager = BlockManager(2)
     manager.free(filled(manager, A, B), (A, B))
-    other = manager.allocate(1)
+    other = manager.take((), 1)
     assert other is not None
-    found = manager.allocate(1, prefix=(A,))
+    found = opened(manager, 1, prefix=(A,))
     assert found is not None and found.num_found == 1 and found.ids != other.ids, "the child went first"
     manager.free(found, (A,))
-    assert manager.allocate(1) is not None
+    assert manager.take((), 1) is not None
     manager.free(other)
-    missed = manager.allocate(1, prefix=(A,))
+    missed = opened(manager, 1, prefix=(A,))
     assert missed is not None and missed.num_found == 0
 
 
@@ -135,33 +142,33 @@ def test_free_blocks_are_taken_before_cached_ones_and_those_used_longest_ago_fir
         manager.free(filled(manager, *names), names)
     manager.free(filled(manager, A), (A,))
     for expected_cached in (3, 2, 1):
-        assert manager.allocate(1) is not None
+        assert manager.take((), 1) is not None
         assert manager.num_cached == expected_cached
-    last = manager.allocate(1, prefix=(A,))
+    last = opened(manager, 1, prefix=(A,))
     assert last is not None and last.num_found == 1, "B and C went before A, which was used again"
 
 
 def test_a_prefix_ends_at_the_first_name_that_is_missing() -> None:
     manager = BlockManager(6)
     manager.free(filled(manager, A, B, C), (A, B, C))
-    evicted = manager.allocate(4)
+    evicted = manager.take((), 4)
     assert evicted is not None
-    found = manager.allocate(2, prefix=(A, B))
+    found = opened(manager, 2, prefix=(A, B))
     assert found is not None and found.num_found == 2
     manager.free(found, (A, B))
-    assert manager.allocate(2, prefix=(name(9), B)) is not None
+    assert opened(manager, 2, prefix=(name(9), B)) is not None
     assert manager.num_cached == 0, "B alone is of no use without what comes before it"
 
 
 def test_found_blocks_count_against_what_is_available() -> None:
     manager = BlockManager(3)
     manager.free(filled(manager, A, B), (A, B))
-    assert manager.allocate(4, prefix=(A, B)) is None
-    assert manager.allocate(3, prefix=(A, B), keep=1) is None
+    assert opened(manager, 4, prefix=(A, B)) is None
+    assert opened(manager, 3, prefix=(A, B), keep=1) is None
     assert manager.num_cached == 2, "nothing has changed"
-    held = manager.allocate(2, prefix=(A, B), keep=1)
+    held = opened(manager, 2, prefix=(A, B), keep=1)
     assert held is not None
-    shared = manager.allocate(2, prefix=(A, B), keep=1)
+    shared = opened(manager, 2, prefix=(A, B), keep=1)
     assert shared is not None and shared.ids == held.ids, "what others hold costs nothing"
 
 
@@ -171,7 +178,7 @@ def test_held_content_is_not_evicted_and_looking_for_it_changes_nothing() -> Non
     assert len(manager.find([A, B, name(9), C])) == 2 and manager.num_cached == 3
     held = manager.hold([A, B])
     assert (len(held), manager.num_used, manager.num_cached) == (2, 2, 1)
-    assert manager.allocate(2) is None
+    assert manager.take((), 2) is None
     manager.free(held, [A, B])
     assert len(manager.find([A, B, C])) == 3
     assert manager.hold([name(9), A]) == Blocks()
@@ -192,13 +199,13 @@ def test_holding_leaves_as_many_blocks_as_it_is_told_to() -> None:
 
 def test_equal_content_computed_twice_is_named_once_and_outlives_the_first_copy() -> None:
     manager = BlockManager(3)
-    first, second = manager.allocate(1), manager.allocate(1)
+    first, second = manager.take((), 1), manager.take((), 1)
     assert first is not None and second is not None
     manager.publish(first.ids, (A,))
     manager.publish(second.ids, (A,))
     manager.free(first, (A,))
     assert manager.num_cached == 1
-    assert manager.allocate(2) is not None
+    assert manager.take((), 2) is not None
     assert manager.num_cached == 0, "the named copy has been evicted"
     manager.free(second, (A,))
     assert manager.num_cached == 1, "the other one has taken its place"
@@ -208,20 +215,20 @@ def test_equal_content_computed_twice_is_named_once_and_outlives_the_first_copy(
 def test_parent_that_was_given_back_earlier_stays_as_long_as_the_child_that_comes_later() -> None:
     """Two computed the parent at once; the one with the child has a copy of its own, and the other's has the name."""
     manager = BlockManager(3)
-    first, second = manager.allocate(1), manager.allocate(2)
+    first, second = manager.take((), 1), manager.take((), 2)
     assert first is not None and second is not None
     manager.publish(first.ids, (A,))
     manager.publish(second.ids, (A, B))
     manager.free(first, (A,))
     manager.free(second, (A, B))
     assert (manager.num_cached, manager.num_free) == (2, 1)
-    assert manager.allocate(2) is not None
-    left = manager.allocate(1, prefix=(A,))
+    assert manager.take((), 2) is not None
+    left = opened(manager, 1, prefix=(A,))
     assert left is not None and left.num_found == 1, "the child went first"
 
 
 class Holders(RuleBasedStateMachine):
-    """Any history of allocate and free without names agrees with a counter of references."""
+    """Any history of take and free without names agrees with a counter of references."""
 
     held = Bundle("held")
 
@@ -233,7 +240,7 @@ class Holders(RuleBasedStateMachine):
     @rule(target=held, n=st.integers(0, 14))
     def allocate(self, n: int) -> Blocks:
         free = 12 - len(+self.references)
-        blocks = self.manager.allocate(n)
+        blocks = self.manager.take((), n)
         if n > free:
             assert blocks is None
             return Blocks(())
@@ -286,7 +293,7 @@ class Caching(RuleBasedStateMachine):
     def begin(self, letters: str, keep: int) -> None:
         names = tuple(letters[: i + 1].encode() for i in range(len(letters)))
         held = {block_id for h in self.holders for block_id in h.blocks.ids}
-        blocks = self.manager.allocate(len(names), prefix=names[:-1], keep=keep)
+        blocks = opened(self.manager, len(names), prefix=names[:-1], keep=keep)
         if blocks is None:
             assert len(held) + len(names) + keep > self.NUM_BLOCKS, "it would have fitted even without finding anything"
             return
@@ -349,7 +356,7 @@ class Caching(RuleBasedStateMachine):
         self.holders.remove(holder)
         names = holder.names[: holder.num_final]
         self.manager.free(holder.blocks, names)
-        found = self.manager.allocate(len(names), prefix=names)
+        found = opened(self.manager, len(names), prefix=names)
         assert found is not None and found.num_found == len(names), "what was just given back is found whole"
         self.manager.free(found, names)
 

@@ -3,13 +3,16 @@ changes no output."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from decode_worker.sequences import PlannedChunk
+from decode_worker import scheduler
+from decode_worker.draft_room import DraftRoom
+from decode_worker.sequences import PlannedChunk, Sequence
 from decode_worker.speculation.draft_planner import CHUNK_TOKENS, DraftOrder
 from decode_worker.speculation.model_policy import KEEPS_UP, TRY_AGAIN, ModelPolicy
 from pdserve.config import SpeculationSection
@@ -171,6 +174,65 @@ def test_draft_model_that_failed_is_not_asked_again() -> None:
     assert w.output("a") == plain(j.token_ids, 1, 30)
 
 
+def test_nothing_is_computed_for_more_sequences_than_may_have_drafts() -> None:
+    w = DraftWorld(num_blocks=60, max_batch_size=8, speculation=ALWAYS.model_copy(update={"max_batch_size": 2}))
+    jobs = [job(name, 40, max_new=max_new) for name, max_new in (("a", 60), ("b", 60), ("c", 30))]
+    for j in jobs:
+        w.run(j)
+    while w.scheduler.num_sequences == 3:
+        w.step_with_drafts()
+    assert w.num_computed == 0
+    while w.step_with_drafts():
+        pass
+    assert max(len(event.token_ids) for event in w.tokens_of("b")) > 1, "two may have some"
+    for j in jobs:
+        assert w.output(j.request_id) == plain(j.token_ids, 1, j.max_new_tokens)
+
+
+def test_context_beyond_what_the_draft_model_can_see_costs_it_nothing() -> None:
+    w = DraftWorld(num_blocks=40, max_draft_len=64)
+    w.run(job("b", 90, max_new=10))
+    while w.step_with_drafts():
+        pass
+    assert w.num_computed == 0
+
+
+@pytest.mark.parametrize("number", [1, 3, 5])
+def test_room_is_counted_once_for_a_batch_and_not_at_all_above_the_bound(
+    monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    counted: list[int] = []
+
+    class Counting(DraftRoom):
+        def of_all(self, sequences: Iterable[Sequence]) -> list[int]:
+            rooms = super().of_all(sequences)
+            counted.append(len(rooms))
+            return rooms
+
+    monkeypatch.setattr(scheduler, "DraftRoom", Counting)
+    w = DraftWorld(num_blocks=80, max_batch_size=8, speculation=ALWAYS.model_copy(update={"max_batch_size": 3}))
+    for i in range(number):
+        w.run(job(f"q{i}", 20, max_new=40))
+    for _ in range(3):
+        w.step_with_drafts()
+    # Once before the step is planned, and once for it.
+    assert counted == ([number] * 6 if number <= 3 else [])
+
+
+def test_nobody_asks_for_room_when_nothing_is_drafted(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> list[int]:
+        raise AssertionError("asked in vain")
+
+    monkeypatch.setattr(DraftRoom, "of_all", refuse)
+    w = World(num_blocks=40)
+    w.run(job("a", 20, max_new=10))
+    w.plan()
+    while w.step:
+        w.follow()
+        w.finish_step()
+    assert sum(len(event.token_ids) for event in w.tokens_of("a")) == 9
+
+
 @settings(max_examples=40, deadline=None)
 @given(
     st.lists(st.tuples(st.integers(1, 60), st.integers(2, 40), st.integers(0, 2), st.integers(1, 2)), max_size=5),
@@ -250,6 +312,16 @@ def test_kv_of_a_model_that_does_not_pay_is_not_kept_up() -> None:
         assert policy.keeps_up == (step < KEEPS_UP or step >= TRY_AGAIN)
         policy.stepped(1, 100, 0, 0.01)
     assert policy.wanted(100, [[0.01] * 4], 1.04) == 2, "times may have changed"
+
+
+def test_model_that_cannot_be_tried_is_not_kept_up_for_that_for_ever() -> None:
+    policy = ModelPolicy(4, always=False)
+    kept_up = []
+    for _ in range(20 * TRY_AGAIN):
+        kept_up.append(policy.keeps_up)
+        policy.stepped(1, 100, 0, 0.01)
+    assert sum(kept_up) < 0.08 * len(kept_up)
+    assert any(kept_up[-TRY_AGAIN:]), "it may be possible again"
 
 
 @pytest.mark.parametrize("rooms", [(3, 0), (2, 5)])

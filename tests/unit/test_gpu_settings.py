@@ -16,6 +16,7 @@ from pdserve.engine.gpu import check_kv_dtype, largest_batch, measured_pool_nbyt
 from pdserve.engine.llama import Llama
 from pdserve.engine.loader import load_engine
 from pdserve.engine.memory_profile import MemoryProfiler
+from pdserve.engine.parallel.loader import load_parallel_engine
 from pdserve.engine.sizes import StepLimits
 from pdserve.engine.weights import load_weights
 from pdserve.errors import ConfigError
@@ -90,6 +91,38 @@ def test_fp8_kv_is_refused_on_gpus_whose_kernels_cannot_read_it(
             check_kv_dtype(kv_dtype, torch.device("cuda"))
     else:
         check_kv_dtype(kv_dtype, torch.device("cuda"))
+
+
+class AcceptedError(Exception):
+    """The checks before anything is started have come to an end."""
+
+
+@pytest.mark.parametrize(
+    ("attention", "kv_dtype", "refused"),
+    [
+        ("auto", "float8_e4m3", True),
+        ("triton", "float8_e4m3", True),
+        ("sdpa", "float8_e4m3", False),
+        ("auto", "int8", False),
+        ("auto", None, False),
+    ],
+)
+def test_fp8_kv_is_refused_before_ranks_start_if_the_gpu_of_any_cannot_read_it(
+    monkeypatch: pytest.MonkeyPatch, source: ModelSource, attention: str, kv_dtype: str | None, refused: bool
+) -> None:
+    def accept(*_: object) -> None:
+        raise AcceptedError
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0) if device.index else (9, 0))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", accept)
+    with pytest.raises(ConfigError if refused else AcceptedError) as caught:
+        load_parallel_engine(source, 2, device="cuda", num_blocks=4, attention=attention, kv_dtype=kv_dtype)
+    if isinstance(caught.value, ConfigError):
+        assert caught.value.field == "kv_dtype"
+        assert "cuda:1 has 8.0" in caught.value.message
 
 
 @pytest.mark.parametrize(

@@ -60,6 +60,17 @@ async def test_what_comes_into_use_gets_them_and_keeps_its_content() -> None:
     await eventually(lambda: not threads_since(before), "nothing is left to be done")
 
 
+@pytest.mark.skipif(not must_be_asked_for(), reason="this kernel gives them in another way, or not at all")
+async def test_what_was_never_touched_does_not_keep_them_from_what_lies_behind_it() -> None:
+    memory = SharedMemory.create(4 * HUGE_PAGE_NBYTES)
+    data = np.asarray(memory)
+    pages = HugePages(first_pause_s=0.01)
+    data[HUGE_PAGE_NBYTES : 2 * HUGE_PAGE_NBYTES : 4096] = 1
+    data[3 * HUGE_PAGE_NBYTES :: 4096] = 1
+    pages.look_after(memory)
+    await eventually(lambda: huge_nbytes(memory) == 2 * HUGE_PAGE_NBYTES, "both that were touched are huge")
+
+
 async def test_the_thread_ends_with_the_last_pool_and_keeps_none() -> None:
     before = threading.enumerate()
     pages = HugePages(first_pause_s=0.01)

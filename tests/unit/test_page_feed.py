@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import stat
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -16,8 +17,10 @@ from pdserve.launch.demo_control import DemoControl, DemoControlClient
 from pdserve.metrics import Values
 from pdserve.metrics import router_table as table
 from pdserve.metrics.values import Distribution
+from router.page.feed import Audience, Feed
 from router.page.happenings import MAX_EVENTS, Happenings
 from router.page.latency import SPAN_S, RecentQuantiles
+from router.page.snapshot import RouterView
 from router.worker import Worker, WorkerState
 
 
@@ -46,6 +49,52 @@ def test_a_worker_that_dies_and_comes_back_is_told_of_once_each() -> None:
     assert log.look(worker("d0", WorkerState.CONNECTING, "b")) == ["d0 is connecting"]
     assert log.look(worker("d0", WorkerState.READY, "b")) == ["d0 is ready again"]
     assert log.look() == ["d0 has left"]
+
+
+@pytest.mark.parametrize("state", WorkerState)
+def test_there_is_a_line_for_every_state_of_a_worker(state: WorkerState) -> None:
+    assert Log().look(worker("d0", state)) == [f"d0 is {state.value}"]
+
+
+def test_a_worker_that_rests_is_a_warning() -> None:
+    log = Log()
+    log.look(worker("d0", WorkerState.READY), worker("d1", WorkerState.READY))
+    log.look(worker("d0", WorkerState.RESTING), worker("d1", WorkerState.READY))
+    assert [(line.level, line.text) for line in log.happenings.lines][2:] == [("warn", "d0 is resting")]
+
+
+async def test_a_feed_that_cannot_look_says_so_once_and_goes_on(caplog: pytest.LogCaptureFixture) -> None:
+    """Whatever is wrong with the page must not end the router, which serves without it."""
+    workers: list[Worker] = []
+
+    def store_available() -> bool:
+        if not workers:
+            raise KeyError("a bug")
+        return True
+
+    view = SimpleNamespace(
+        pool=SimpleNamespace(workers=workers),
+        metrics=SimpleNamespace(values=Values(table.ROUTER_METRICS), num_output_tokens=0),
+        store_available=store_available,
+        snapshot=lambda now, *, at, is_shown: {"workers": len(workers)},
+    )
+    feed = Feed(cast(RouterView, view))
+    everybody = Audience(b"", lambda tenant: True)
+    running = asyncio.create_task(feed.run())
+    try:
+        for _ in range(2):
+            assert await asyncio.wait_for(feed.looked(), 10)
+            assert json.loads(feed.latest(everybody))["events"] == [], "watchers are told what is known"
+        workers.append(worker("d0", WorkerState.READY))
+        assert await asyncio.wait_for(feed.looked(), 10)
+        assert [line["text"] for line in json.loads(feed.latest(everybody))["events"]] == ["d0 is ready"]
+        assert not running.done()
+    finally:
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+    assert not await feed.looked()
+    (record,) = [record for record in caplog.records if record.levelname == "ERROR"]
+    assert record.exc_info is not None and record.exc_info[0] is KeyError
 
 
 def test_many_of_a_kind_are_one_line() -> None:

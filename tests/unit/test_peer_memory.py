@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 from array import array
+from collections.abc import Iterator
 from itertools import pairwise
 
 import numpy as np
@@ -12,7 +13,7 @@ import pytest
 import xxhash
 
 from kv_transfer import process_memory
-from kv_transfer.copy_kernel import MAX_STEP_NBYTES
+from kv_transfer.copy_kernel import MAX_STEP_NBYTES, CopyKernel, copy_kernel
 from kv_transfer.peer_memory import PeerMemory
 from kv_transfer.process_memory import PIECES_TYPECODE, Pieces
 from pdserve.shared_memory import SharedMemory
@@ -40,6 +41,19 @@ def peer(pool: SharedMemory, monkeypatch: pytest.MonkeyPatch) -> PeerMemory:
     peer = PeerMemory(os.getpid())
     peer.map(ELSEWHERE, pool.descriptor())
     return peer
+
+
+@pytest.fixture
+def no_compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """LLVM knows nothing of this CPU."""
+
+    def fail(kernel: CopyKernel) -> None:
+        raise RuntimeError("no such target")
+
+    monkeypatch.setattr(CopyKernel, "__init__", fail)
+    copy_kernel.cache_clear()
+    yield
+    copy_kernel.cache_clear()
 
 
 def cut(rng: random.Random, nbytes: int, lengths: list[int]) -> list[tuple[int, int]]:
@@ -71,6 +85,20 @@ def test_scattered_pieces_arrive_with_the_checksum_that_xxhash_gives(
     content = b"".join(np.asarray(pool)[begin:end].tobytes() for begin, end in offsets)
     assert peer.copy(prefix, source, views) == xxhash.xxh3_64_intdigest(prefix + content)
     assert bytes(target) == content
+
+
+def test_where_nothing_can_be_compiled_it_is_copied_all_the_same_and_the_log_says_so_once(
+    pool: SharedMemory, peer: PeerMemory, no_compiler: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    nbytes = 2 * MAX_STEP_NBYTES + 100
+    target = bytearray(nbytes)
+    for begin in (3, 4):
+        digest = peer.copy(PREFIX, array(PIECES_TYPECODE, (ELSEWHERE + begin, nbytes)), [memoryview(target)])
+        content = np.asarray(pool)[begin : begin + nbytes].tobytes()
+        assert bytes(target) == content and digest == xxhash.xxh3_64_intdigest(PREFIX + content)
+    assert [record.getMessage() for record in caplog.records] == [
+        "KV is copied and hashed without machine code of its own, which is slower: no such target"
+    ]
 
 
 def test_a_long_piece_is_copied_in_steps(pool: SharedMemory, peer: PeerMemory) -> None:

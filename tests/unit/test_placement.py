@@ -516,6 +516,18 @@ def test_streams_are_left_alone_until_prefill_workers_are_far_behind(queue_s: fl
     assert choice.local is local
 
 
+@pytest.mark.parametrize(("pool_tokens", "local"), [(1000, True), (999, False)])
+def test_a_decode_worker_computes_no_prompt_that_its_pool_cannot_hold_whatever_it_may_decode(
+    pool_tokens: int, local: bool
+) -> None:
+    """With a window the longest sequence is longer than the pool."""
+    small = replace(ABLE, pool_tokens=pool_tokens, max_kv_tokens=100_000)
+    request = PlacementRequest(num_known_tokens=1000, max_total_tokens=1001)
+    assert choose(request, prefiller("p"), small, local=LocalLimits(stream_weight=0.1)).local is local
+    alone = LeastTimePlacement().choose(request, fleet_of(small))
+    assert (alone is not None) is local
+
+
 def test_a_decode_worker_that_may_not_pause_for_long_takes_longer_for_a_prompt() -> None:
     able = replace(ABLE, num_sequences=4, prefill=(0.0, 1e-3, 0.0), step=(0.01, 0.0, 0.0))
     request = PlacementRequest(num_known_tokens=1000, max_total_tokens=1010)

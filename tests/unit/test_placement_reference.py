@@ -46,7 +46,9 @@ class Reference:
         local = {
             v: self._decode_s(v) + self._local_s(v)
             for v in decodes
-            if v.chunk_tokens and v.prefill_tokens + self._lacking(v) <= bound
+            if v.chunk_tokens
+            and v.pool_tokens >= self.request.num_known_tokens
+            and v.prefill_tokens + self._lacking(v) <= bound
         }
         if not local:
             return remote[1] if remote else None
@@ -152,7 +154,7 @@ def some_worker(draw: random.Random, name: str, *, equal: bool) -> WorkerView:
         num_tokens = draw.randrange(1, 30_000)
         waiting.add(num_tokens, 1e-4 * num_tokens)
     role = draw.choice(list(Role))
-    pool_tokens = draw.choice((20_000, 1_000_000))
+    pool_tokens = draw.choice((5_000, 20_000, 1_000_000))
     return WorkerView(
         key=WorkerKey(name, "1"),
         role=role,

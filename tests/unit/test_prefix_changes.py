@@ -95,12 +95,12 @@ def test_listeners_of_a_pool_hear_of_every_change_and_of_nothing_else() -> None:
             heard.append(("removed", name))
 
     blocks = BlockManager(2, Listener())
-    first = blocks.allocate(2)
+    first = blocks.take((), 2)
     assert first is not None
     blocks.publish(first.ids, [name(1), name(2)])
     blocks.free(first, [name(1), name(2)])
     assert blocks.names == {name(1), name(2)}
-    again = blocks.allocate(2, prefix=[name(1)])
+    again = blocks.take(blocks.find([name(1)]), 1)
     assert again is not None
     blocks.publish(again.ids, [name(1), name(3)])
     blocks.free(again, [name(1), name(3)])
@@ -114,7 +114,7 @@ def test_what_is_kept_while_redis_is_away_does_not_grow_with_time() -> None:
     blocks = BlockManager(64, changes)
     tracemalloc.start()
     for number in range(20_000):
-        held = blocks.allocate(8)
+        held = blocks.take((), 8)
         assert held is not None
         blocks.free(held, [name(number * 8 + i) for i in range(8)])
         if number == 1000:

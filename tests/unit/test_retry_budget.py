@@ -42,6 +42,16 @@ def test_without_savings_attempts_wait_for_their_turn_as_long_as_they_may() -> N
     assert one.available_in_s(1.25) == 0.25
 
 
+def test_what_is_given_back_is_there_for_the_next_one() -> None:
+    one = budget(per_s=4.0, burst=1)
+    assert [one.take(0.0, 0.5) for _ in range(4)] == [0.0, 0.25, 0.5, None]
+    one.give_back()
+    assert [one.take(0.0, 0.5) for _ in range(2)] == [0.5, None]
+    one = budget(burst=1)
+    one.give_back()
+    assert one.left(0.0) == 1.0, "never more than it may save up"
+
+
 def test_it_never_holds_more_than_it_may_save_up() -> None:
     one = budget(ratio=1.0, per_s=100.0, burst=5)
     for _ in range(50):
@@ -58,6 +68,7 @@ def test_it_never_holds_more_than_it_may_save_up() -> None:
 def test_attempts_made_by_any_moment_are_bounded(
     ratio: float, per_s: float, burst: int, events: list[tuple[float, bool]]
 ) -> None:
+    ratio = ratio if burst else 0.0
     one = budget(ratio, per_s, burst)
     now, num_earned, made_at = 0.0, 0, []
     for pause_s, is_failure in events:
@@ -71,6 +82,12 @@ def test_attempts_made_by_any_moment_are_bounded(
     for moment in made_at:
         made = sum(at <= moment for at in made_at)
         assert made <= burst + ratio * num_earned + per_s * moment + 1e-6 * (1 + len(events))
+
+
+def test_a_ratio_without_room_for_what_it_earns_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"burst: 0 has no room for what ratio 0\.2 puts in"):
+        RetryBudgetSection.model_validate({"burst": 0})
+    RetryBudgetSection.model_validate({"burst": 0, "ratio": 0})
 
 
 @pytest.mark.parametrize("field", ["ratio", "per_s", "burst"])

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from pdserve import shared_memory
 from pdserve.engine.shared_pool import allocate_pool
 from pdserve.shared_memory import HUGE_PAGE_NBYTES, SharedMemory
 
@@ -74,6 +75,7 @@ def test_memory_that_could_be_shrunk_or_is_none_is_not_mapped(tmp_path: Path) ->
 
 
 def test_it_outlives_its_owner_and_leaves_nothing_behind() -> None:
+    gc.collect()  # what tests before this one have left
     at_first = num_descriptors(), num_mappings()
     memory = SharedMemory.create(NBYTES)
     np.asarray(memory)[0] = 1
@@ -88,6 +90,42 @@ def test_it_outlives_its_owner_and_leaves_nothing_behind() -> None:
     del reader
     gc.collect()
     assert (num_descriptors(), num_mappings()) == at_first
+
+
+class Advice:
+    """Stands in for madvise: refuses what is asked of some huge pages, and keeps what was asked."""
+
+    def __init__(self, memory: SharedMemory, refused: set[int]) -> None:
+        self.refused = refused
+        self.asked: list[int] = []
+        self._memory = memory
+
+    def __call__(self, address: int, nbytes: int, advice: int) -> int:
+        """See madvise(2)."""
+        begin = address - self._memory.address
+        assert begin % HUGE_PAGE_NBYTES == 0 and nbytes <= HUGE_PAGE_NBYTES and begin + nbytes <= self._memory.nbytes
+        self.asked.append(begin // HUGE_PAGE_NBYTES)
+        return -1 if self.asked[-1] in self.refused else 0
+
+
+def test_huge_pages_are_asked_for_one_by_one_and_only_where_there_is_something_to_gain(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    memory = SharedMemory.create(5 * HUGE_PAGE_NBYTES)
+    data = np.asarray(memory)
+    for page in (1, 2, 4):
+        data[(page + 1) * HUGE_PAGE_NBYTES - 1] = 1
+    advice = Advice(memory, refused={2})
+    monkeypatch.setattr(shared_memory, "_madvise", advice)
+    assert not memory.collapse()
+    assert advice.asked == [1, 2, 4], "what was never touched is left out, and the others do not suffer from a refusal"
+    data[0] = 1
+    advice.refused.clear()
+    assert not memory.collapse()
+    assert advice.asked[3:] == [0, 2], "what is huge already is left out"
+    data[3 * HUGE_PAGE_NBYTES] = 1
+    assert memory.collapse()
+    assert advice.asked[5:] == [3]
 
 
 def test_an_address_tells_its_memory_as_long_as_there_is_one() -> None:

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from decode_worker.sequences import PlannedChunk, Sequence
 from decode_worker.speculation.acceptance import PRIOR, Acceptance
 from decode_worker.speculation.costs import FORGET_AFTER, StepCosts
+from decode_worker.speculation.model_policy import GIVES_UP, TRY_AGAIN
 from decode_worker.speculation.outcome import outcome
 from decode_worker.speculation.speculator import Candidate, Speculator
 from pdserve.block_hash import BlockHasher
@@ -120,6 +121,21 @@ def test_forgotten_sequence_begins_anew() -> None:
     assert drafts(speculator, sequence_of("a", [*LOOP, *LOOP])) == [(1,)]
     speculator.forget(key("a"))
     assert drafts(speculator, sequence_of("a", [6, 7, 6, 7])) == [(6,)]
+
+
+def test_draft_model_has_the_time_it_needs_to_catch_up_before_it_is_tried() -> None:
+    speculator = Speculator(SpeculationSection(draft_model="a small one"))
+    sequence = sequence_of("a", [7, 8, 9])
+    for _ in range(TRY_AGAIN):
+        speculator.stepped([sequence], 0, STEP_S)
+    for _ in range(200):
+        assert speculator.model_keeps_up
+        speculator.disturbed()
+        speculator.stepped([sequence], 0, STEP_S)
+    for _ in range(GIVES_UP - TRY_AGAIN):
+        assert speculator.model_keeps_up
+        speculator.stepped([sequence], 0, STEP_S)
+    assert not speculator.model_keeps_up, "there is nothing to catch up with, and no draft"
 
 
 def test_measurement_of_a_bad_moment_is_made_again_some_day() -> None:

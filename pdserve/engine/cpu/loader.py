@@ -52,7 +52,7 @@ def load_cpu_engine(
     listed, or of all that this process may use. With `cores` there are as many as it allows at most, of which it says
     before each step how many take part; those beyond `num_threads` are not pinned. K and V are kept in
     `kv_dtype`, one of KV_DTYPES; None is the first. `beside` is another engine that the same thread will call: both
-    have its threads, as they are.
+    have its threads, as they are, and there has to be memory for both pools.
 
     Raises ConfigError, naming the setting, for one that is wrong or asks for more than the machine has.
     """
@@ -76,7 +76,12 @@ def load_cpu_engine(
     elif cores is not None:
         threads = cores.most
     pool_setting = "num_blocks" if kv_cache_bytes is None else "kv_cache_bytes"
-    _check_memory(packed_nbytes(source, weights), blocks * layout.block_nbytes, pool_setting)
+    _check_memory(
+        packed_nbytes(source, weights),
+        blocks * layout.block_nbytes,
+        pool_setting,
+        0 if beside is None else beside.num_blocks * beside.layout.block_nbytes,
+    )
     model = pack_model(source, shape, weights)
     engine = CpuEngine(
         source.config, model, layout, num_blocks=blocks, threads=threads, cpus=cpus, cores=cores, team=team
@@ -85,18 +90,22 @@ def load_cpu_engine(
     return engine
 
 
-def _check_memory(weights_nbytes: int, pool_nbytes: int, pool_setting: str) -> None:
-    """Refuse at start what would end in the OOM killer later: memory of the pool is taken only as it is used."""
+def _check_memory(weights_nbytes: int, pool_nbytes: int, pool_setting: str, beside_nbytes: int) -> None:
+    """Refuse at start what would end in the OOM killer later: memory of a pool is taken only as it is used, also that
+    of `beside_nbytes` that is there already."""
     available = available_memory()
-    if weights_nbytes + pool_nbytes + WORKING_NBYTES <= available:
+    if weights_nbytes + pool_nbytes + beside_nbytes + WORKING_NBYTES <= available:
         return
     gib = 2.0**30
     needs = f"weights of {weights_nbytes / gib:.2f} GiB, a KV pool of {pool_nbytes / gib:.2f} GiB"
+    if beside_nbytes:
+        needs += f" beside one of {beside_nbytes / gib:.2f} GiB"
     if weights_nbytes + WORKING_NBYTES > available:
         setting, advice = "weights", "use a smaller model or format, or a machine or container with more memory"
     else:
         largest = (available - weights_nbytes - WORKING_NBYTES) / gib
-        setting, advice = pool_setting, f"use a KV pool of at most {largest:.2f} GiB"
+        pools = "KV pools of at most {:.2f} GiB in all" if beside_nbytes else "a KV pool of at most {:.2f} GiB"
+        setting, advice = pool_setting, f"use {pools.format(largest)}"
     raise ConfigError(
         f"{setting}: {needs} and {WORKING_NBYTES / gib:.2f} GiB to work in do not fit in the {available / gib:.2f} GiB "
         f"that are free; {advice}",

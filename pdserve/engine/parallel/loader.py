@@ -21,6 +21,7 @@ from pdserve.engine.shared_pool import PoolMemory, allocate_pool
 from pdserve.engine.sizes import pool_blocks
 from pdserve.errors import ConfigError
 from pdserve.kv_layout import DTYPE_NBYTES, KvBlockStore, KvLayout
+from pdserve.model.config import ModelConfig
 from pdserve.model.source import ModelSource
 
 if TYPE_CHECKING:
@@ -76,6 +77,7 @@ def load_parallel_engine(
     size_setting = "num_blocks" if kv_cache_bytes is None else "kv_cache_bytes"
     num_blocks = pool_blocks(stored, num_blocks, kv_cache_bytes)
     devices = _devices(device, size)
+    _check_kv_dtype(kv_dtype, attention, config, devices)
     _check_memory(source, devices, parts, layout, num_blocks, dtype, size_setting)
 
     from pdserve.engine.parallel.part_model import PartSettings
@@ -214,6 +216,18 @@ def _devices(name: str, size: int) -> list[torch.device]:
             field=SETTING,
         )
     return [torch.device("cuda", first.index + rank) for rank in range(size)]
+
+
+def _check_kv_dtype(kv_dtype: str | None, attention: str, config: ModelConfig, devices: Sequence[torch.device]) -> None:
+    """Raise ConfigError if the GPU of some rank cannot read KV of `kv_dtype`, or none has this attention."""
+    from pdserve.engine.attention.choose import choose_attention
+    from pdserve.engine.gpu import check_kv_dtype
+    from pdserve.engine.graphs import StaticAttention
+
+    backend = choose_attention(attention, devices[0], config.num_heads // config.num_kv_heads)
+    if devices[0].type == "cuda" and isinstance(backend, StaticAttention):
+        for device in devices:
+            check_kv_dtype(kv_dtype, device)
 
 
 def _check_memory(
