@@ -183,7 +183,7 @@ async def test_drafts_go_on_after_sequences_had_to_give_way(
     redis_url: str, cluster_name: str, model: Path, prompts: list[list[int]], plain: Any
 ) -> None:
     """O-PRE-2, with a draft model: what it had in blocks that were taken away is computed again."""
-    config = make_config(redis_url, cluster_name, model, model, kv={"num_blocks": 14}, decode={"reserve_tokens": 0})
+    config = make_config(redis_url, cluster_name, model, model, kv={"num_blocks": 12}, decode={"reserve_tokens": 0})
     found, _, stats = await answers(config, prompts)
     assert tokens_of(found) == plain
     assert stats.preemptions_total > 0 and stats.accepted_draft_tokens_total > 0

@@ -24,7 +24,7 @@ SLACK_S, SLACK = 2e-3, 0.02
 LOOPBACK_S = 1.0
 """What a machine that others use as well may take between a router and its client: the one says when it has ended,
 and the other hears of it later."""
-MAX_TRIES = 100
+MAX_TRIES = 1000
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,7 @@ import pytest
 from kv_transfer import Handoff
 from kv_transfer.prefill_states import Committing, Pushing
 from kv_transfer.transports import TRANSPORTS
-from pdserve.errors import HandoffError, IncompatibleWorkersError, PdServeError, WorkerLostError
+from pdserve.errors import HandoffError, IncompatibleWorkersError, PdServeError, StaleAttemptError, WorkerLostError
 from pdserve.testing.asyncio_leaks import assert_no_leaks
 from pdserve.testing.failing_transport import Failure, delayed, failing
 from pdserve.testing.faulty_transport import Fault, Faults, faulty
@@ -142,7 +142,9 @@ async def test_without_any_transport_that_works_the_hand_off_ends_with_a_typed_e
     ):
         with pytest.raises(PdServeError) as caught:
             await hand_over(p, d, range(3))
-        assert isinstance(caught.value, HandoffError)
+        # The prefill worker gives up after 2 s. If the link comes up once more just then, it first hears from the other
+        # end that the attempt it has just put an end to is over.
+        assert isinstance(caught.value, HandoffError | StaleAttemptError)
         assert not d.admission.committed
         await eventually(lambda: not d.admission.held, "its reservation is released", 3)
 

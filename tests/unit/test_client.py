@@ -251,7 +251,7 @@ def test_the_other_calls(client: Client, router: FakeRouter) -> None:
         state="ready",
         silent_s=0.5,
         info=common_pb2.WorkerInfo(
-            worker_id="p", role="prefill", kv_layout=common_pb2.KvLayout(
+            worker_id="p", role="prefill", address="127.0.0.1:1", kv_layout=common_pb2.KvLayout(
                 dtype="float32", block_size=16, num_layers=1, num_kv_heads=1, head_dim=8,
                 k_order="token,dim", v_order="token,dim",
             ),
