@@ -49,7 +49,7 @@ test test-chaos test-clients test-gpu: export PYTHONDONTWRITEBYTECODE =
 
 test: $(DEV) ## Run the whole test suite (no GPU needed)
 # Tests often wait, so others share the cores meanwhile. What asks how long something takes has them alone.
-	$(BIN)/pytest -n 3 --dist loadfile --no-loadscope-reorder tests/unit tests/component
+	$(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder tests/unit tests/component
 	$(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not alone" --ignore tests/unit --ignore tests/component
 	$(BIN)/pytest -m alone --ignore tests/unit --ignore tests/component
 
