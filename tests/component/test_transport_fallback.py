@@ -31,7 +31,7 @@ from pdserve.types import Role
 from pdserve.worker_info import WorkerInfo
 
 TCP, GRPC, MEMORY = TRANSPORTS["tcp"], TRANSPORTS["grpc"], TRANSPORTS["memory"]
-CONFIG_2 = replace(CONFIG, chunk_timeout_s=0.3, preflight=False)
+CONFIG_2 = replace(CONFIG, chunk_timeout_s=0.3, resend_s=0.5, preflight=False)
 NUM_BLOCKS = 12
 
 
