@@ -13,7 +13,7 @@ import pytest
 from kv_transfer import Handoff
 from kv_transfer.prefill_states import Committing, Pushing
 from kv_transfer.transports import TRANSPORTS
-from pdserve.errors import HandoffError, IncompatibleWorkersError, PdServeError, StaleAttemptError, WorkerLostError
+from pdserve.errors import HandoffError, IncompatibleWorkersError, PdServeError, WorkerLostError
 from pdserve.testing.asyncio_leaks import assert_no_leaks
 from pdserve.testing.failing_transport import Failure, delayed, failing
 from pdserve.testing.faulty_transport import Fault, Faults, faulty
@@ -133,7 +133,8 @@ async def test_a_transport_that_cannot_be_connected_is_left_out() -> None:
 
 async def test_without_any_transport_that_works_the_hand_off_ends_with_a_typed_error() -> None:
     p_info, d_info = infos("tcp", "grpc")
-    config = replace(CONFIG_2, reserve_timeout_s=2.0)
+    # On a busy machine the decode worker must not take a link that comes back late for the end of the prefill worker.
+    config = replace(CONFIG_2, reserve_timeout_s=2.0, reconnect_s=30.0)
     kinds = [failing(TCP, Failure.UNREACHABLE), failing(GRPC, Failure.ERROR)]
     async with (
         assert_no_leaks(),
@@ -142,9 +143,7 @@ async def test_without_any_transport_that_works_the_hand_off_ends_with_a_typed_e
     ):
         with pytest.raises(PdServeError) as caught:
             await hand_over(p, d, range(3))
-        # The prefill worker gives up after 2 s. If the link comes up once more just then, it first hears from the other
-        # end that the attempt it has just put an end to is over.
-        assert isinstance(caught.value, HandoffError | StaleAttemptError)
+        assert isinstance(caught.value, HandoffError)
         assert not d.admission.committed
         await eventually(lambda: not d.admission.held, "its reservation is released", 3)
 
