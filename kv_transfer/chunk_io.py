@@ -27,13 +27,13 @@ class ChunkIo(Protocol):
     `blocks` are all blocks of the sequence on this side.
     """
 
-    def read(self, blocks: Sequence[int], chunk: Chunk) -> list[memoryview]:
+    def read(self, blocks: Sequence[int], chunk: Chunk) -> Sequence[memoryview]:
         """The payload of a chunk, at P: views of the pool where possible.
 
         Raises HandoffError if its values cannot be encoded.
         """
 
-    def views(self, blocks: Sequence[int], chunk: Chunk) -> list[memoryview] | None:
+    def views(self, blocks: Sequence[int], chunk: Chunk) -> Sequence[memoryview] | None:
         """Where the payload goes, at D: writable, in order of the payload. None if only `write` can."""
 
     def write(self, blocks: Sequence[int], chunk: Chunk, payload: memoryview) -> None:
@@ -60,7 +60,7 @@ class _Io:
         self._wire = wire
         self._same_blocks = same_blocks(store.layout, wire.layout)
 
-    def read(self, blocks: Sequence[int], chunk: Chunk) -> list[memoryview]:
+    def read(self, blocks: Sequence[int], chunk: Chunk) -> Sequence[memoryview]:
         """See `ChunkIo`."""
         ids = blocks[chunk.block_begin : chunk.block_end]
         pieces = self._store.read(ids, chunk.layer_begin, chunk.layer_end, self._heads(chunk))
@@ -76,7 +76,7 @@ class _Io:
         scales, codes = kv_codec.encode(values, codec)
         return [scales.astype("<f4", copy=False).data.cast("B"), codes.data.cast("B")]
 
-    def views(self, blocks: Sequence[int], chunk: Chunk) -> list[memoryview] | None:
+    def views(self, blocks: Sequence[int], chunk: Chunk) -> Sequence[memoryview] | None:
         """See `ChunkIo`."""
         if not self._is_memory:
             return None

@@ -62,6 +62,7 @@ from kv_transfer.table import InvalidTransition
 
 MAX_NAKS = 3
 """Damaged copies of one chunk after which the link, not the chunk, is what is broken."""
+BURIED = "the decode worker has not heard of the prefill worker for so long that it gave the reservation up"
 
 Result = tuple[DecodeState, tuple[DecodeAction, ...]]
 Handler = Callable[[Any, Any, float], Result]
@@ -271,7 +272,13 @@ def _release(s: Reserved, code: str, message: str, now: float, *actions: DecodeA
     return tomb, (tell, *actions, ReleaseBlocks())
 
 
-def _free_fenced(s: Reserved | Quarantined, e: DecodeEvent, now: float) -> Result:
+def _bury(s: Reserved, e: PeerDead, now: float) -> Result:
+    """P counts as gone. If it is not, and comes back late, the hand-off has failed: it is no older than any other."""
+    tomb = replace(_tomb(s, s.nonce, now, committed=False), code="handoff_failed", message=BURIED)
+    return tomb, (FenceLink(s.link), ReleaseBlocks())
+
+
+def _free_fenced(s: Quarantined, e: PeerDead | LinkDown | Tick, now: float) -> Result:
     return _tomb(s, s.nonce, now, committed=False), (FenceLink(s.link), ReleaseBlocks())
 
 
@@ -354,7 +361,7 @@ TABLE: dict[type, tuple[Handler | None, ...]] = {
     Renew:          (_unknown_ticket,  _renew,          _commit_ack,         _over,             _over),
     Abort:          (_refuse_later,    _abort,          _commit_ack,         _abort_ack,        _abort_ack),
     Quiet:          (_ignore,          _quiet_reserved, _ignore,             _quiet,            _ignore),
-    PeerDead:       (_ignore,          _free_fenced,    _ignore,             _free_fenced,      _ignore),
+    PeerDead:       (_ignore,          _bury,           _ignore,             _free_fenced,      _ignore),
     LinkDown:       (_ignore,          _link_down,      _ignore,             _free_fenced,      _ignore),
     LocalCancel:    (_refuse_later,    _cancel,         _finished,           _ignore,           _ignore),
     DecodeFinished: (None,             None,            _finished,           None,              _ignore),

@@ -113,15 +113,19 @@ class ChunkPoster:
 
     def check(self, now: float, *, peer_is_alive: bool) -> None:
         """Give the transport up if chunks are out and nothing comes of it. Only a peer that is alive can tell."""
-        # A post that hangs counts by itself: once a CommitNack has come, its chunk is not out any more but due again.
-        is_waiting = self._is_posting or any(
-            isinstance(handoff.state, Pushing | Committing) and handoff.state.push.outstanding
-            for handoff in self._handoffs.values()
-        )
-        if not is_waiting or not peer_is_alive:
+        if not self._is_waiting or not peer_is_alive:
             self._progress.heard(now)
         if self._progress.is_dead(now):
             self._fail_lane(f"no chunk was acknowledged for {self._config.chunk_timeout_s:g} s")
+
+    @property
+    def _is_waiting(self) -> bool:
+        """Whether chunks are out."""
+        # A post that hangs counts by itself: once a CommitNack has come, its chunk is not out any more but due again.
+        return self._is_posting or any(
+            isinstance(handoff.state, Pushing | Committing) and handoff.state.push.outstanding
+            for handoff in self._handoffs.values()
+        )
 
     async def run(self) -> None:
         """Post over one transport after the other. Raises NoTransport when none is left."""
@@ -220,4 +224,10 @@ class ChunkPoster:
                 loop.call_soon_threadsafe(self._dispatch, handoff, Cancelled(failure))
                 raise
 
-        return Frame(plan.header(post.seq, nonce=post.nonce, attempt=handoff.id.attempt), read)
+        lost = functools.partial(self._lost, self._lane)
+        return Frame(plan.header(post.seq, nonce=post.nonce, attempt=handoff.id.attempt), read, lost)
+
+    def _lost(self, lane: Lane | None, reason: str) -> None:
+        """A transport says of a frame that it was given some time ago that it does not arrive."""
+        if lane is self._lane and self._is_waiting:
+            self._fail_lane(reason)

@@ -83,7 +83,7 @@ class Push:
     """Chunks whose source the transport may still read (or, one-sided, whose destination it may still write)."""
     acked: int = 0
     reposts: tuple[tuple[int, int], ...] = ()
-    """(seq, how often it had to be posted again)."""
+    """(seq, how often it had to be posted again over the transport in use)."""
     first_tokens: tuple[int, ...] | None
     """Set once the caller has asked for the commit."""
     commit_sent: bool = False

@@ -58,7 +58,8 @@ from kv_transfer.table import InvalidTransition
 from pdserve.errors import InvalidRequestError
 
 MAX_REPOSTS = 3
-"""A chunk that has been refused more often ends the hand-off."""
+"""Over one transport. A chunk that is refused after so many repeats ends the hand-off. One that is missing is not
+posted again after so many: whether its transport is to blame shows by time, and the next one then carries it."""
 MAX_RESTARTS = 3
 """A hand-off that lost its link more often ends, so that a peer that breaks every link cannot hold it for ever."""
 
@@ -268,7 +269,13 @@ def _nak(s: Holding, e: ChunkNak, now: float) -> Result:
 
 
 def _missing(s: Committing, e: CommitNack, now: float) -> Result:
-    seqs = tuple(seq for seq in e.missing_seqs if _is_out(s, seq))
+    """D asks for what has not come; how often it asks says nothing of the chunks, only how often Commit was sent.
+
+    Repeats that got lost as well must not end the hand-off before the transport is given up, which takes longer; after
+    MAX_REPOSTS of them it waits for that, or for the deadline of the commit.
+    """
+    counts = dict(s.push.reposts)
+    seqs = tuple(seq for seq in e.missing_seqs if _is_out(s, seq) and counts.get(seq, 0) < MAX_REPOSTS)
     if e.nonce != s.push.nonce or not seqs:
         return s, ()
     return _repost(s, seqs, "it did not arrive", now)
@@ -372,7 +379,8 @@ def _change_transport(s: Reserving, e: TransportChanged, now: float) -> Result:
 
 
 def _post_again(s: Holding, e: TransportChanged, now: float) -> Result:
-    """Go on from the last good chunk. Does not count as a repost: the chunks are not to blame.
+    """Go on from the last good chunk. Does not count as a repost: the chunks are not to blame. Nor do reposts over
+    the last transport count any more.
 
     A chunk whose source is still being read is not sendable before SourceFree.
     """
@@ -380,7 +388,7 @@ def _post_again(s: Holding, e: TransportChanged, now: float) -> Result:
         # As in `_repost`: on the Commit that is out D may take over what has arrived, and give its blocks away.
         message = "chunks that a Commit has followed cannot be written again over a one-sided transport"
         return _give_up(s, Failure(code="handoff_failed", message=message), now)
-    push = replace(s.push, posted=s.push.acked, one_sided=e.one_sided, progress_at=now)
+    push = replace(s.push, posted=s.push.acked, reposts=(), one_sided=e.one_sided, progress_at=now)
     if isinstance(s, Committing) and push.all_posted:
         return replace(s, push=push), ()
     return _advance(s.offer, push, now)

@@ -19,6 +19,8 @@ from collections.abc import Iterable
 from itertools import accumulate
 from typing import TypeAlias
 
+from pdserve.kv_views import PoolViews
+
 Pieces: TypeAlias = "array[int]"
 PIECES_TYPECODE = "Q"
 
@@ -75,6 +77,8 @@ def pieces_of(views: Iterable[memoryview]) -> Pieces:
 
     The addresses hold as long as the caller keeps the views.
     """
+    if isinstance(views, PoolViews):
+        return views.pieces
     pieces = array(PIECES_TYPECODE)
     buffer = _PyBuffer()
     buffer_at = ctypes.addressof(buffer)

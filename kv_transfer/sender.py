@@ -88,7 +88,8 @@ class HandoffSender:
             resend_s=config.resend_s,
             reserve_timeout_s=config.reserve_timeout_s,
             stall_timeout_s=config.stall_timeout_s,
-            commit_timeout_s=config.commit_timeout_s,
+            # Longer than it takes to give up a transport that has swallowed the last chunk.
+            commit_timeout_s=max(config.commit_timeout_s, 2 * config.chunk_timeout_s),
             renew_margin_s=config.renew_margin_s,
         )
         self._links: dict[str, tuple[PrefillLink, asyncio.Task[None]]] = {}

@@ -18,6 +18,8 @@ from dataclasses import dataclass
 
 import xxhash
 
+from kv_transfer.copying import fill_in, joined
+from kv_transfer.process_memory import pieces_of
 from pdserve.errors import HandoffError
 
 MAGIC = b"PDKV"
@@ -66,11 +68,19 @@ class Frame:
     milliseconds (a GPU pool, a coded payload), so a transport does it in its own thread. One thread at a time.
     """
 
-    __slots__ = ("_header", "_payload", "_read", "chunk")
+    __slots__ = ("_header", "_payload", "_read", "chunk", "lost")
 
-    def __init__(self, chunk: ChunkHeader, read: Callable[[], Sequence[memoryview]]) -> None:
+    def __init__(
+        self,
+        chunk: ChunkHeader,
+        read: Callable[[], Sequence[memoryview]],
+        lost: Callable[[str], None] = lambda reason: None,
+    ) -> None:
         """`read` gives C-contiguous views, together `chunk.payload_nbytes` long (a bug otherwise)."""
         self.chunk = chunk
+        self.lost = lost
+        """To be called in the event loop, with the reason, by a transport that finds out after the post that the frame
+        does not arrive."""
         self._read = read
         self._payload: Sequence[memoryview] | None = None
         self._header: bytes | None = None
@@ -96,13 +106,26 @@ class Frame:
         return self._header
 
     @property
+    def fields(self) -> bytes:
+        """The header before its checksum, for who copies the payload and takes that at the same time."""
+        return _pack(self.chunk)
+
+    @property
     def nbytes(self) -> int:
         """Header and payload."""
         return HEADER_NBYTES + self.chunk.payload_nbytes
 
     def join(self) -> bytes:
         """One contiguous copy, for transports that need it. After this the source is not read again."""
-        return b"".join((self.header, *self.payload))
+        fields = self.fields
+        data, digest = joined(fields, HEADER_NBYTES, pieces_of(self.payload))
+        fill_in(data, whole_header(fields, digest))
+        return data
+
+
+def whole_header(fields: bytes, digest: int) -> bytes:
+    """The header with its checksum, which is that of `fields` and the payload."""
+    return fields + _HASH.pack(digest)
 
 
 def _pack(header: ChunkHeader) -> bytes:

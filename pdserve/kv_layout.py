@@ -142,7 +142,7 @@ class KvBlockStore(Protocol):
 
     def read(
         self, blocks: Sequence[int], layer_begin: int, layer_end: int, heads: HeadRange | None = None
-    ) -> list[memoryview]:
+    ) -> Sequence[memoryview]:
         """Bytes of the blocks, one view per contiguous piece.
 
         On CPU these are views of the pool itself: valid, and constant, as long as the caller owns the blocks and
@@ -151,7 +151,7 @@ class KvBlockStore(Protocol):
 
     def views(
         self, blocks: Sequence[int], layer_begin: int, layer_end: int, heads: HeadRange | None = None
-    ) -> list[memoryview] | None:
+    ) -> Sequence[memoryview] | None:
         """Writable views of the blocks themselves, one per contiguous piece, or None if only `write` gets there."""
 
     def write(

@@ -35,8 +35,8 @@ from pdserve.model.source import open_model
 MODEL = "smollm2-135m-instruct"
 PARTS = ("local", "tcp", "grpc", "gloo", "concurrent", "overhead", "exposed")
 MIB = 1 << 20
-CHUNK_BYTES = {"local": 2 * MIB, "tcp": 2 * MIB, "grpc": MIB, "torch": MIB}
-"""The default, but for gRPC and gloo the size of message that suits them."""
+CHUNK_BYTES = {"local": 2 * MIB, "tcp": 2 * MIB, "grpc": MIB, "torch": 2 * MIB}
+"""The default, but for gRPC the size of message that suits it."""
 PHASES = ("exposed", "wire", "commit", "acknowledged", "wake", "step", "delivery")
 """Of a hand-over, see `HandOver`."""
 CONCURRENT, CONCURRENT_TOKENS = 64, 128

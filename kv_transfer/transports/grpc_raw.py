@@ -47,6 +47,8 @@ class GrpcSender:
         self._call: grpc.aio.StreamUnaryCall[bytes, bytes] | None = None
         self._copying: asyncio.Future[bytes] | None = None
         """The copy of the frame that is being posted, which another thread makes."""
+        self._last: Frame | None = None
+        """The frame that was posted last."""
         self._writing: asyncio.Task[str | None] | None = None
         """Hands the frame before to gRPC; ends with what went wrong."""
         self._fenced = False
@@ -54,14 +56,15 @@ class GrpcSender:
     async def connect(self) -> None:
         """Reach the port. The caller's deadline is the limit: gRPC itself tries for ever."""
         keep_freed_memory()
+        await asyncio.to_thread(copy_kernel)
         self._channel = self._channels.open(self._address, ANY_WORKER)
         await self._channel.channel_ready()
 
     async def post(self, frame: Frame, source_free: Callable[[], None]) -> None:
         """Copy the frame once, and return when HTTP/2 flow control has taken the one before.
 
-        What goes wrong with it after that is for the next post to say. Raises PostError if the call has ended: nothing
-        would come of this frame, and nobody might post another one.
+        What goes wrong with it after that is for `Frame.lost` to say, and for the next post. Raises PostError if the
+        call has ended: nothing would come of this frame.
         """
         copying = self._copying = asyncio.get_running_loop().run_in_executor(None, frame.join)
         copying.add_done_callback(lambda _: source_free())
@@ -76,9 +79,17 @@ class GrpcSender:
         elif self._call.done():
             status = grpc_status(await self._call.code(), await self._call.details())
             raise PostError(f"the KvData stream to {self._address} has ended: {status}")
-        self._writing = asyncio.create_task(self._write(self._call, data))
+        self._last = frame
+        self._writing = asyncio.create_task(self._write(self._call, frame, data))
 
-    async def _write(self, call: grpc.aio.StreamUnaryCall[bytes, bytes], data: bytes) -> str | None:
+    async def _write(self, call: grpc.aio.StreamUnaryCall[bytes, bytes], frame: Frame, data: bytes) -> str | None:
+        """Returns what went wrong."""
+        failure = await self._written(call, data)
+        if failure is not None and not self._fenced:
+            frame.lost(failure)
+        return failure
+
+    async def _written(self, call: grpc.aio.StreamUnaryCall[bytes, bytes], data: bytes) -> str | None:
         try:
             await call.write(data)
         except (grpc.aio.AioRpcError, asyncio.InvalidStateError) as error:
@@ -97,7 +108,14 @@ class GrpcSender:
             (_INCARNATION_KEY, self._link.prefill_incarnation),
             (_GENERATION_KEY, str(self._link.generation)),
         )
-        return push(metadata=metadata)
+        call = push(metadata=metadata)
+        call.add_done_callback(self._on_end)
+        return call
+
+    def _on_end(self, call: object) -> None:
+        """The stream has ended, by itself if it has not been fenced; frames that gRPC had taken may be lost with it."""
+        if not self._fenced and self._last is not None:
+            self._last.lost(f"the KvData stream to {self._address} has ended")
 
     async def fence(self) -> None:
         """Cancel the call, close the channel and wait for a copy that is under way."""

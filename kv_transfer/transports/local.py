@@ -8,6 +8,8 @@ than TCP. Files: `local_sender` and `local_greeting` at the prefill worker, `loc
 
 from __future__ import annotations
 
+import functools
+
 from kv_transfer.messages import LinkId
 from kv_transfer.transports.base import (
     Endpoint,
@@ -20,6 +22,8 @@ from kv_transfer.transports.base import (
 from kv_transfer.transports.local_receiver import LocalReceiver
 from kv_transfer.transports.local_sender import LocalSender
 from kv_transfer.transports.local_wire import NAME, where_am_i
+from kv_transfer.wire import ChunkHeader
+from pdserve.kv_layout import KvLayout
 from pdserve.types import DecodeTarget
 
 
@@ -28,7 +32,19 @@ def _offer(context: TransportContext) -> Endpoint:
 
 
 def _sending(context: TransportContext, endpoint: Endpoint, target: DecodeTarget, link: LinkId) -> SendingTransport:
-    return LocalSender(endpoint.attributes, f"decode worker {target.worker_id}")
+    # What could be written in place, and is sent as it lies there, is memory of this process.
+    at_once = context.config.codec == "none" and context.store.views((0,), 0, 1) is not None
+    num_pieces = functools.partial(_most_pieces, context.store.layout)
+    peer = f"decode worker {target.worker_id}"
+    return LocalSender(endpoint.attributes, peer, at_once=at_once, num_pieces=num_pieces)
+
+
+def _most_pieces(layout: KvLayout, chunk: ChunkHeader) -> int:
+    """Pieces of a pool that a chunk without a codec lies in, or more than those if some of them adjoin."""
+    num_layers, num_heads = chunk.layer_end - chunk.layer_begin, chunk.head_end - chunk.head_begin
+    is_whole = num_heads == layout.num_kv_heads
+    piece_nbytes = num_layers * layout.layer_nbytes if is_whole else num_heads * layout.head_nbytes
+    return chunk.payload_nbytes // piece_nbytes
 
 
 def _receiving(context: TransportContext, sink: Sink) -> ReceivingTransport:

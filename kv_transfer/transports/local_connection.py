@@ -24,7 +24,7 @@ from kv_transfer import process_memory
 from kv_transfer.messages import LinkId
 from kv_transfer.peer_memory import MAX_REGIONS, PeerMemory
 from kv_transfer.process_memory import PIECES_TYPECODE, Pieces
-from kv_transfer.transports.base import Sink
+from kv_transfer.transports.base import Landing, Sink
 from kv_transfer.transports.local_stream import FrameStream
 from kv_transfer.transports.local_wire import (
     ANSWER,
@@ -45,6 +45,9 @@ logger = logging.getLogger(__name__)
 _RECEIVE_NBYTES = 1 << 16
 _ANCILLARY_NBYTES = socket.CMSG_SPACE(array("i").itemsize)
 """Of one descriptor at a time."""
+_MAX_BATCH = 4
+"""Chunks that are copied before any of them is reported. A report wakes the event loop, which then wants the
+interpreter, and a core, while the next chunk is to be copied."""
 _MAX_GREETINGS = 3
 """To read, to read after consent was given, to stream."""
 
@@ -93,7 +96,8 @@ class LocalConnection:
             self._greet()
         else:
             self._take(self._receive_records())
-            self._take_offers(self.link)
+            while self._take_offers(self.link):
+                continue
 
     def on_closed(self, reason: str) -> None:
         """Unmap what is mapped, and give up a frame that is being streamed."""
@@ -163,20 +167,40 @@ class LocalConnection:
             raise ProtocolError(f"process {self._pid} passes descriptors without saying what for")
         return data
 
-    def _take_offers(self, link: LinkId) -> None:
+    def _take_offers(self, link: LinkId) -> bool:
+        """Copy a batch of what is offered, and report it. False if that was all."""
+        copied: list[tuple[Landing, int]] = []
         num_read = 0
-        while True:
-            if (address := split_share(self._received)) is not None:
-                self._map(address)
-            elif (offer := split_offer(self._received)) is not None:
-                if not self._links.is_open(link):
-                    raise EOFError
-                self._pull(link, *offer)
-                num_read += 1
-            else:
-                break
+        try:
+            while len(copied) < _MAX_BATCH:
+                if (address := split_share(self._received)) is not None:
+                    self._map(address)
+                elif (offer := split_offer(self._received)) is not None:
+                    if not self._links.is_open(link):
+                        raise EOFError
+                    landed = self._pull(link, *offer)
+                    if landed is not None:
+                        copied.append(landed)
+                    num_read += 1
+                elif not num_read or not self._more_has_come():
+                    break
+        finally:
+            for landing, digest in copied:
+                if self._links.is_open(link):
+                    landing.finish(digest)
+                else:
+                    landing.fail("the transport has been fenced")
         if num_read:
             self._answer(ANSWER * num_read)
+        return len(copied) == _MAX_BATCH
+
+    def _more_has_come(self) -> bool:
+        """While chunks were copied: whether there is something in the socket, which is then received."""
+        try:
+            self._take(self._receive_records())
+        except BlockingIOError:
+            return False
+        return True
 
     def _map(self, address: int) -> None:
         if not self._descriptors or self._memory.num_regions == MAX_REGIONS:
@@ -186,11 +210,11 @@ class LocalConnection:
         except OSError as error:
             logger.warning("cannot map the KV pool of process %d, so the kernel reads it: %s", self._pid, error)
 
-    def _pull(self, link: LinkId, header: bytes, source: Pieces) -> None:
-        """Read one payload into its place."""
+    def _pull(self, link: LinkId, header: bytes, source: Pieces) -> tuple[Landing, int] | None:
+        """Read one payload into its place. Gives what is to be finished, and the checksum; None if it is over."""
         landing = self._sink.claim(link, header)
         if landing is None:
-            return
+            return None
         digest = None
         try:
             nbytes = sum(source[1::2])
@@ -205,7 +229,5 @@ class LocalConnection:
             raise
         if digest is None:
             landing.fail("the reservation has ended")
-        elif not self._links.is_open(link):
-            landing.fail("the transport has been fenced")
-        else:
-            landing.finish(digest)
+            return None
+        return landing, digest

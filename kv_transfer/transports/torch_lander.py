@@ -11,14 +11,14 @@ import threading
 from collections import deque
 from collections.abc import Callable
 
-import xxhash
-
+from kv_transfer.copying import CheckedCopy, portion
 from kv_transfer.messages import LinkId
+from kv_transfer.process_memory import pieces_of
 from kv_transfer.transports.base import Landing, Sink
 from kv_transfer.transports.torch_channel import NUM_BUFFERS, Buffer, Channel, PairError, Pending
 from kv_transfer.transports.torch_envelope import Envelope, unpack
-from kv_transfer.transports.torch_staging import Bytes, scatter
-from kv_transfer.wire import FrameError, digest_of
+from kv_transfer.transports.torch_staging import Bytes
+from kv_transfer.wire import DIGEST_AT, FrameError
 
 logger = logging.getLogger(__name__)
 
@@ -35,7 +35,7 @@ class _Arrival:
         self.landing = landing
         """None if nobody wants it."""
         self.num_landed = 0
-        self.digest: xxhash.xxh3_64 = digest_of(envelope.header)
+        self.copy = CheckedCopy(envelope.header[:DIGEST_AT], envelope.payload_nbytes)
 
     def continues_with(self, envelope: Envelope) -> bool:
         """Whether this envelope is of its next message."""
@@ -118,6 +118,8 @@ class Lander:
             arrival = self._arrival = _Arrival(envelope, self._claim(envelope))
         if envelope.offset != arrival.num_landed or not arrival.continues_with(envelope):
             raise PairError("a message of another frame in the middle of one")
+        if envelope.offset + envelope.nbytes > envelope.payload_nbytes:
+            raise PairError("a message that goes beyond its frame")
         self._store(arrival, buffer.payload[: envelope.nbytes])
 
     def _claim(self, envelope: Envelope) -> Landing | None:
@@ -138,9 +140,10 @@ class Lander:
         landing = arrival.landing
         if landing is None:
             return
+        message = pieces_of([data.data])
         with landing.writing() as pieces:
-            if pieces is not None:
-                scatter(data, pieces, offset)
-        arrival.digest.update(data.data)
+            # What comes after the end of the reservation stays where it is, and is only hashed.
+            target = message if pieces is None else portion(pieces_of(pieces), offset, len(data))
+            arrival.copy.add(message, target)
         if arrival.num_landed >= arrival.payload_nbytes:
-            landing.finish(arrival.digest.intdigest())
+            landing.finish(arrival.copy.digest())

@@ -1,4 +1,4 @@
-"""Copies between blocks and staging buffers. numpy releases the GIL for them."""
+"""Copies of blocks into staging buffers. numpy releases the GIL for them."""
 
 from __future__ import annotations
 
@@ -29,19 +29,6 @@ class Gather:
                 self._pieces.append(piece[num:])
         self.nbytes_left -= filled
         return filled
-
-
-def scatter(data: Bytes, pieces: Sequence[memoryview], offset: int) -> None:
-    """Store `data` at `offset` of the concatenation of writable `pieces`."""
-    for piece in pieces:
-        if not len(data):
-            return
-        if offset >= piece.nbytes:
-            offset -= piece.nbytes
-            continue
-        num = min(piece.nbytes - offset, len(data))
-        as_bytes(piece)[offset : offset + num] = data[:num]
-        data, offset = data[num:], 0
 
 
 def as_bytes(view: memoryview) -> Bytes:

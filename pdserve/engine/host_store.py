@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pdserve.kv_layout import HeadRange, KvLayout
+from pdserve.kv_views import PoolViews
 
 Words = npt.NDArray[np.int16]
 """Bytes move as 16-bit words: no dtype is narrower, and bfloat16 has no numpy type."""
@@ -21,6 +22,8 @@ class HostBlockStore:
         self._layout = layout
         shape = (len(words), layout.num_layers, 2, layout.num_kv_heads, layout.head_nbytes // 2)
         self._words: Words = words.view(np.int16).reshape(shape)
+        self._bytes = words.reshape(-1).data.cast("B")
+        self._address = int(words.ctypes.data)
 
     @property
     def layout(self) -> KvLayout:
@@ -34,13 +37,14 @@ class HostBlockStore:
 
     def read(
         self, blocks: Sequence[int], layer_begin: int, layer_end: int, heads: HeadRange | None = None
-    ) -> list[memoryview]:
+    ) -> Sequence[memoryview]:
         """Read-only views of the pool, as long as they can be: a run of consecutive whole blocks is one piece."""
-        return [view.toreadonly() for view in self.views(blocks, layer_begin, layer_end, heads)]
+        views = self.views(blocks, layer_begin, layer_end, heads)
+        return views.read_only() if isinstance(views, PoolViews) else [view.toreadonly() for view in views]
 
     def views(
         self, blocks: Sequence[int], layer_begin: int, layer_end: int, heads: HeadRange | None = None
-    ) -> list[memoryview]:
+    ) -> Sequence[memoryview]:
         """Like `read`, but writable."""
         begin, end = check_range(self._layout, len(self._words), blocks, layer_begin, layer_end, heads)
         if end - begin < self._layout.num_kv_heads:
@@ -51,7 +55,9 @@ class HostBlockStore:
                 for part in range(2)
             ]
         if layer_end - layer_begin < self._layout.num_layers:
-            return [self._words[block, layer_begin:layer_end].data.cast("B") for block in blocks]
+            layer_nbytes = self._layout.layer_nbytes
+            offsets = np.asarray(blocks, np.int64) * self._layout.block_nbytes + layer_begin * layer_nbytes
+            return PoolViews(self._bytes, self._address, offsets, (layer_end - layer_begin) * layer_nbytes)
         return [self._words[first:last].data.cast("B") for first, last in _runs(blocks)]
 
     def write(

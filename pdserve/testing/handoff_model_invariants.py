@@ -4,6 +4,8 @@ owner     the blocks of a decode worker have one owner; an attempt has one decod
 bytes     what counts as stored is in its place, written under that very ticket, and stays there
 source    a leg has ended only if none of its reads (or one-sided writes) is in flight
 outcome   Done means that D committed; Failed without "unknown" means that D did not and never will
+patience  where nothing happens but that chunks and messages get lost or repeated, a hand-off does not fail
+truth     an attempt that P has not given up and no newer one replaces is never called stale
 credit    a link never has more out than its window
 limit     nothing is repeated for ever
 """
@@ -29,6 +31,7 @@ def check(parties: Parties, w: World) -> None:
         _check_owner(parties, w, worker)
     for machine in range(len(w.d)):
         _check_bytes(parties, w, machine)
+        _check_truth(parties, w, machine)
     for leg in range(len(w.p)):
         _check_leg(parties, w, leg)
     for flight in w.flying:
@@ -70,6 +73,21 @@ def _check_bytes(parties: Parties, w: World, machine: int) -> None:
                 raise Violation(f"limit: refused (chunk, times) {state.naks}")
 
 
+def _check_truth(parties: Parties, w: World, machine: int) -> None:
+    """Of what D will answer whoever asks about a ticket that is over."""
+    state = parties.d_state(w, machine)
+    if not isinstance(state, ds.Tomb) or state.committed or state.code != ds.STALE or not state.nonce:
+        return
+    _, attempt = parties.machines[machine]
+    is_replaced = any(
+        leg.attempt > attempt and number != NOT_BEGUN for leg, number in zip(parties.legs, w.p, strict=True)
+    )
+    legs = [leg for leg, its_machine in enumerate(parties.machine_of) if its_machine == machine]
+    is_given_up = any(is_over(parties, w, leg) or isinstance(parties.p_state(w, leg), ps.Aborting) for leg in legs)
+    if not is_replaced and not is_given_up:
+        raise Violation(f"truth: machine {machine} calls ticket {state.nonce} stale, which nobody has given up")
+
+
 def _check_write(parties: Parties, w: World, flight: Flight) -> None:
     """A write that may still land needs blocks that are reserved for it or in quarantine."""
     if w.links[parties.link_of[flight.leg]].fenced >> flight.generation & 1:
@@ -85,6 +103,8 @@ def _check_leg(parties: Parties, w: World, leg: int) -> None:
     state = parties.p_state(w, leg)
     machine = parties.machine_of[leg]
     committed = w.commits[machine] != 0
+    if parties.scenario.must_succeed and isinstance(state, ps.Failed | ps.Aborting) and state.failure is not None:
+        raise Violation(f"patience: leg {leg} ends because of what is no more than late")
     match state:
         case ps.Pushing(push=push) | ps.Committing(push=push):
             if any(count > parties.scenario.max_repeats for _, count in push.reposts):

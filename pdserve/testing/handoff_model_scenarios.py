@@ -35,6 +35,9 @@ SMALL: dict[str, Scenario] = {
     "credit": Scenario(legs=ONE, num_chunks=3, credit_chunks=2, timeouts=False, lost_acks=True, commits=False),
     "in place, damaged": Scenario(legs=ONE, damage=True, in_place=True, generations=2),
     "transport changes": Scenario(legs=ONE, num_chunks=2, transports=(False, False), in_place=True, max_repeats=1),
+    "chunks that are swallowed": Scenario(
+        legs=ONE, num_chunks=2, transports=(False, False), timeouts=False, max_repeats=1, must_succeed=True
+    ),
     "transport and link change": Scenario(legs=ONE, transports=(True, False), generations=2),
     "transport and link change, one-sided last": Scenario(legs=ONE, transports=(False, True), generations=2),
 }

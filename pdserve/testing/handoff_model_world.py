@@ -71,6 +71,8 @@ class Scenario:
     """Threads do not write over what is in place and verified."""
     max_repeats: int = 3
     """How often a chunk may be refused, and how often posted again."""
+    must_succeed: bool = False
+    """Whatever can happen here is no reason to end a hand-off without a commit."""
     lasting_fence: bool = True
     """A fence also stops what is written after it."""
     commits: bool = True

@@ -32,6 +32,7 @@ from pdserve.shared_memory import SharedMemory
 LINK = LinkId("prefill", 1)
 _PIECES = (3, 400_000, 1, 65_536, 4096)
 """Lengths of the source pieces; the destination is cut otherwise."""
+NUM_PIECES = len(_PIECES)
 CHUNK_NBYTES = sum(_PIECES)
 """More than a socket holds, so that a chunk that nobody receives is not sent whole."""
 

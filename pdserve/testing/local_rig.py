@@ -7,7 +7,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,7 +16,8 @@ from kv_transfer.messages import Endpoint, LinkId
 from kv_transfer.transports.local_receiver import LocalReceiver
 from kv_transfer.transports.local_sender import LocalSender
 from kv_transfer.transports.local_wire import where_am_i
-from pdserve.testing.local_peer import LINK, RecordingSink, content
+from kv_transfer.wire import ChunkHeader
+from pdserve.testing.local_peer import LINK, NUM_PIECES, RecordingSink, content
 from pdserve.testing.waiting import eventually
 
 OTHER_LINK = LinkId("other prefill", 1)
@@ -37,9 +38,17 @@ class Decode:
         assert endpoint is not None
         return {**endpoint.attributes, **({} if mode is None else {"mode": mode})}
 
-    async def sender(self, link: LinkId = LINK, *, mode: str | None = None) -> LocalSender:
+    async def sender(
+        self,
+        link: LinkId = LINK,
+        *,
+        mode: str | None = None,
+        at_once: bool = False,
+        num_pieces: Callable[[ChunkHeader], int] = lambda chunk: NUM_PIECES,
+    ) -> LocalSender:
         """A connected prefill side in this process."""
-        sender = LocalSender(self.attributes(link, mode=mode), "the decode worker")
+        attributes = self.attributes(link, mode=mode)
+        sender = LocalSender(attributes, "the decode worker", at_once=at_once, num_pieces=num_pieces)
         self.senders.append(sender)
         await sender.connect()
         return sender

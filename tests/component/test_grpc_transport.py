@@ -198,6 +198,30 @@ async def test_what_breaks_after_a_post_is_told_by_a_later_one() -> None:
         assert len(pair.freed) == pair.freed.count(0) + pair.freed.count(1)
 
 
+async def test_what_breaks_after_a_post_is_told_by_the_frame_itself() -> None:
+    async with connected() as pair:
+        lost: list[str] = []
+        await pair.post(0)
+        await eventually(lambda: pair.sink.order == [0], "it has arrived")
+        frame = random_frame(1, PIECES)
+        frame.lost = lost.append
+        await pair.sender.post(frame, lambda: None)
+        await pair.server.stop(0)
+        await eventually(lambda: bool(lost), "the sender has said so")
+        assert all("KvData stream" in reason for reason in lost)
+
+
+async def test_a_fence_of_the_prefill_worker_is_no_loss() -> None:
+    async with connected() as pair:
+        lost: list[str] = []
+        frame = random_frame(0, PIECES)
+        frame.lost = lost.append
+        await pair.sender.post(frame, lambda: None)
+        await pair.sender.fence()
+        await asyncio.sleep(0)
+        assert lost == []
+
+
 async def test_a_post_to_a_call_that_has_ended_fails_though_no_later_one_comes() -> None:
     async with connected() as pair:
         await pair.post(0)

@@ -31,7 +31,7 @@ from pdserve.types import Role
 from pdserve.worker_info import WorkerInfo
 
 TCP, GRPC, MEMORY = TRANSPORTS["tcp"], TRANSPORTS["grpc"], TRANSPORTS["memory"]
-CONFIG_2 = replace(CONFIG, chunk_timeout_s=0.3, resend_s=0.5, preflight=False)
+CONFIG_2 = replace(CONFIG, chunk_timeout_s=0.3, preflight=False)
 NUM_BLOCKS = 12
 
 
@@ -273,3 +273,33 @@ async def test_a_source_that_cannot_be_read_ends_its_own_hand_off_only(
         await good.commit(1)
         assert d.store.content(d.admission.held[good.id]) == p.store.content(range(4))
         assert p.sender.stats.transports[transport].num_errors == 0
+
+
+async def test_a_stream_that_ends_after_its_last_chunk_was_posted_is_replaced_at_once() -> None:
+    """No later post would find out, and no clock runs out here."""
+    p_info, d_info = infos("grpc", "tcp")
+    config = replace(
+        CONFIG_2,
+        chunk_timeout_s=60,
+        stall_timeout_s=60,
+        commit_timeout_s=60,
+        resend_s=60,
+        lease_s=200,
+        credit_bytes=1 << 30,
+    )
+    async with (
+        decode_worker(info=d_info, config=config) as d,
+        prefill_worker(info=p_info, config=config) as p,
+    ):
+        p.store.fill(range(4), seed=6)
+        handoff = p.begin(d.target, range(4))
+        await handoff.reserve()
+        handoff.advance(3 * LAYOUT.block_size)
+        await eventually(lambda: num_acked(handoff) == 3, "the first chunks are acknowledged")
+        for link in d.receiver._origins:
+            d.receiver._transports["grpc"].fence(link)
+        handoff.advance(4 * LAYOUT.block_size)
+        async with asyncio.timeout(30):
+            result = await handoff.commit(7)
+        assert result.transport == "grpc+tcp"
+        assert d.store.content(d.admission.held[handoff.id]) == p.store.content(range(4))

@@ -255,3 +255,13 @@ def test_two_blocks_swapped_on_the_way_are_seen_by_the_comparison_of_these_tests
     move(prefill_io(p.store, wire), swapped, decode_io(d.store, wire), d, plan, order)
     wrong = {element.token for element in ELEMENTS if d.get(element) != p.get(element)}
     assert wrong == set(range(4, 12))
+
+
+def test_what_no_single_shard_has_cannot_be_written_in_place() -> None:
+    """Who asks for all heads of a pool in shards is told so, and asks for them shard by shard."""
+    halves = Worker.make(LAYOUT, [(0, 2), (2, 4)], seed=1).store
+    copies = Worker.make(LAYOUT, [(0, 4), (0, 4)], seed=1).store
+    assert halves.views((0,), 0, 1) is None
+    assert halves.views((0,), 0, 1, (1, 3)) is None
+    assert halves.views((0,), 0, 1, (2, 4)) is not None
+    assert copies.views((0,), 0, 1) is None

@@ -209,6 +209,20 @@ def test_a_duplicate_chunk_is_acknowledged_but_not_stored() -> None:
     assert step(RESERVED, chunk(0), 0.0)[1] == (Send(ChunkAck(ID, NONCE, 0, 0)),)
 
 
+def test_a_sender_that_was_buried_hears_that_the_hand_off_failed() -> None:
+    """It was cut off for longer than `reconnect_s`, and no newer attempt has come: not stale, and to be tried again."""
+    for terms in (TERMS, ONE_SIDED):
+        buried, actions = step(replace(RESERVED, terms=terms), PeerDead(), 1.0)
+        assert actions == (FenceLink(LINK), ReleaseBlocks())
+        for event in (ask(link=NEWER_LINK), COMMIT, Renew(ID, NONCE), chunk(1)):
+            (action,) = step(buried, event, 2.0)[1]
+            assert isinstance(action, Send) and isinstance(action.message, Gone)
+            assert action.message.code == "handoff_failed" and "has not heard" in action.message.message
+    aborted, _ = step(replace(QUARANTINED), PeerDead(), 1.0)
+    (action,) = step(aborted, ask(), 2.0)[1]
+    assert isinstance(action, Send) and isinstance(action.message, Gone) and action.message.code == "stale_attempt"
+
+
 @pytest.mark.parametrize("one_sided", [False, True])
 def test_a_sender_that_missed_the_reason_hears_it_when_it_asks_again(one_sided: bool) -> None:
     """Ending a hand-off over damage fences the link, which may cut off the very message that says why."""

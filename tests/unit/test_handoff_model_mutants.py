@@ -12,7 +12,7 @@ import pytest
 from kv_transfer import decode_states as ds
 from kv_transfer import decode_table, prefill_table
 from kv_transfer import prefill_states as ps
-from kv_transfer.messages import ChunkAck, CommitAck, Gone, Grant, Renew, RenewAck
+from kv_transfer.messages import ChunkAck, CommitAck, CommitNack, Gone, Grant, Renew, RenewAck
 from pdserve.testing.handoff_model import Violation, explore
 from pdserve.testing.handoff_model_parties import Parties
 from pdserve.testing.handoff_model_scenarios import ONE, ONE_SIDED, REHOMED, RETRIED
@@ -126,7 +126,8 @@ def test_mutant_reserve_that_is_granted_twice_is_caught(monkeypatch: pytest.Monk
 @pytest.mark.parametrize("event", [ds.Tick, ds.Superseded, ds.LocalCancel])
 def test_mutant_release_without_quarantine_is_caught(monkeypatch: pytest.MonkeyPatch, event: type) -> None:
     def release_at_once(s: ds.Reserved, e: Any, now: float) -> Any:
-        return ds.Tomb(terms=s.terms, nonce=s.nonce, committed=False, since=now), (ds.ReleaseBlocks(),)
+        tomb = ds.Tomb(terms=s.terms, nonce=s.nonce, committed=False, since=now, code="handoff_failed")
+        return tomb, (ds.ReleaseBlocks(),)
 
     put_handler(monkeypatch, decode_table, event, RESERVED, release_at_once)
     assert caught(Scenario(legs=RETRIED, transports=ONE_SIDED, cancels=True)).startswith("write")
@@ -246,6 +247,16 @@ def test_mutant_ticket_called_gone_for_a_late_chunk_is_caught(monkeypatch: pytes
     assert caught(scenario).startswith("outcome")
 
 
+def test_mutant_buried_hand_off_that_is_called_stale_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The prefill worker was cut off, not dead; it comes back and asks."""
+
+    def forget_why(s: ds.Reserved, e: ds.PeerDead, now: float) -> Any:
+        return decode_table._tomb(s, s.nonce, now, committed=False), (ds.FenceLink(s.link), ds.ReleaseBlocks())
+
+    put_handler(monkeypatch, decode_table, ds.PeerDead, RESERVED, forget_why)
+    assert caught(Scenario(legs=ONE, generations=2)).startswith("truth")
+
+
 # Promises, limits, progress -------------------------------------------------------------------------------------------
 
 
@@ -284,6 +295,17 @@ def test_mutant_chunk_that_may_be_damaged_for_ever_is_caught(
 ) -> None:
     monkeypatch.setattr(module, name, 99)
     assert caught(Scenario(legs=ONE, damage=True)).startswith("limit")
+
+
+def test_mutant_hand_off_that_ends_for_want_of_a_swallowed_chunk_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The transport could still be replaced, and the next one would bring it."""
+
+    def count_as_refused(s: ps.Committing, e: CommitNack, now: float) -> Any:
+        return prefill_table._repost(s, e.missing_seqs, "it did not arrive", now)
+
+    put_handler(monkeypatch, prefill_table, CommitNack, COMMITTING, count_as_refused)
+    scenario = Scenario(legs=ONE, transports=(False, False), timeouts=False, renewals=True, must_succeed=True)
+    assert caught(scenario).startswith("patience")
 
 
 def test_mutant_credit_counted_in_increments_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:

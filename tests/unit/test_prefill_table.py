@@ -332,6 +332,38 @@ def test_missing_chunks_are_posted_again_and_committed_again() -> None:
     assert isinstance(state, Committing) and actions == (Send(Commit(ID, NONCE, (5,))),)
 
 
+def test_a_chunk_that_is_swallowed_again_and_again_waits_for_the_next_transport() -> None:
+    """How often D asks for it depends on how often Commit is repeated, not on whether the transport works."""
+    state: PrefillState = COMMITTING
+    for _ in range(MAX_REPOSTS):
+        state, _ = step(state, CommitNack(ID, NONCE, (1,)), 0.0)
+        state, _ = step(state, Window(1), 0.0)
+        state, _ = step(state, SourceFree(NONCE, 1), 0.0)
+    for _ in range(10):
+        assert step(state, CommitNack(ID, NONCE, (1,)), 1.0) == (state, ())
+    again, _ = step(state, CommitNack(ID, NONCE, (0, 1)), 1.0)
+    assert isinstance(again, Pushing) and again.sendable(1.0) == 0b01, "each chunk has its own repeats"
+    again, _ = step(state, TransportChanged(one_sided=False), 2.0)
+    assert isinstance(again, Pushing) and again.sendable(2.0) == 0b11
+    assert isinstance(step(state, Tick(), 5.0)[0], Failed), "nobody waits for ever"
+
+
+def test_what_one_transport_has_swallowed_does_not_count_against_the_next() -> None:
+    """That may damage the chunk, or lose it, as often as if it had been the first."""
+    state: PrefillState = replace(COMMITTING, push=replace(ALL_OUT, acked=0b01))
+    for _ in range(MAX_REPOSTS):
+        state, _ = step(state, CommitNack(ID, NONCE, (1,)), 0.0)
+        state, _ = step(state, Window(1), 0.0)
+        state, _ = step(state, SourceFree(NONCE, 1), 0.0)
+    state, _ = step(state, TransportChanged(one_sided=False), 1.0)
+    for event in (ChunkNak(ID, NONCE, 1, "bad hash"), CommitNack(ID, NONCE, (1,))):
+        state, _ = step(state, Window(1), 1.0)
+        state, _ = step(state, SourceFree(NONCE, 1), 1.0)
+        assert isinstance(state, Committing)
+        state, actions = step(state, event, 1.0)
+        assert isinstance(state, Pushing) and state.sendable(1.0) == 0b10 and not actions
+
+
 def test_losing_the_decode_worker_while_committing_leaves_the_outcome_to_the_router() -> None:
     state, _ = step(COMMITTING, DecodeLost(FAILURE), 0.0)
     assert isinstance(state, Failed) and state.failure.outcome_unknown

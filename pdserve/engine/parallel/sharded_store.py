@@ -33,17 +33,18 @@ class ShardedStore:
 
     def read(
         self, blocks: Sequence[int], layer_begin: int, layer_end: int, heads: HeadRange | None = None
-    ) -> list[memoryview]:
+    ) -> Sequence[memoryview]:
         """See `KvBlockStore`. Of copies, that of the first rank."""
         stores, own = self._holders(heads)
         return stores[0].read(blocks, layer_begin, layer_end, own)
 
     def views(
         self, blocks: Sequence[int], layer_begin: int, layer_end: int, heads: HeadRange | None = None
-    ) -> list[memoryview] | None:
-        """See `KvBlockStore`. None if there are copies, all of which have to be written."""
-        stores, own = self._holders(heads)
-        return stores[0].views(blocks, layer_begin, layer_end, own) if len(stores) == 1 else None
+    ) -> Sequence[memoryview] | None:
+        """See `KvBlockStore`. None if there are copies, all of which have to be written, and of more heads than one
+        shard has."""
+        found, own = self._shards_with(heads)
+        return found[0].views(blocks, layer_begin, layer_end, own) if len(found) == 1 else None
 
     def write(
         self,
@@ -65,7 +66,13 @@ class ShardedStore:
 
     def _holders(self, heads: HeadRange | None) -> tuple[list[KvBlockStore], HeadRange]:
         """The stores that hold these heads, and where there."""
+        found, own = self._shards_with(heads)
+        assert found, f"heads {heads} lie in no shard"
+        return found, own
+
+    def _shards_with(self, heads: HeadRange | None) -> tuple[list[KvBlockStore], HeadRange]:
+        """The stores that have all of these heads, maybe none, and where there."""
         begin, end = (0, self._layout.num_kv_heads) if heads is None else heads
         found = [(b, s) for b, s in self._shards if b <= begin < end <= b + s.layout.num_kv_heads]
-        assert found, f"heads [{begin}, {end}) lie in no shard"
-        return [store for _, store in found], (begin - found[0][0], end - found[0][0])
+        first = found[0][0] if found else 0
+        return [store for _, store in found], (begin - first, end - first)
