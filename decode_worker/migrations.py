@@ -93,6 +93,11 @@ class Migrations:
         self.mean_step_s = 0.0
 
     @property
+    def num_live(self) -> int:
+        """Streams on their way, those included for which a place is looked for."""
+        return len(self._live)
+
+    @property
     def num_leaving(self) -> int:
         """Streams that can be expected to move when the worker stops: none if routers know of no other worker."""
         if self._mode == "off" or (self._is_nowhere and not self._live):

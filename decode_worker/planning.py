@@ -19,6 +19,8 @@ from pdserve.types import GenerationJob, HandoffId
 RECOMPUTE_TOKENS_PER_STEP = 64
 """Tokens computed again in one step after preemptions. Few, so that the streams in the same step hardly notice."""
 
+_NOT_DRAWN_YET = (NOT_DRAWN,)
+
 
 @dataclass(slots=True)
 class Steps:
@@ -31,7 +33,7 @@ class Steps:
 
     def is_computing(self, sequence: Sequence) -> bool:
         """Whether a step computes into its blocks, or is about to."""
-        return any(sequence is computing for computing, _ in (*self.current, *self.following))
+        return any(sequence is computing for step in (self.current, self.following) for computing, _ in step)
 
     def done(self) -> list[tuple[Sequence, PlannedChunk]]:
         """The current one is computed; what follows takes its turn."""
@@ -119,31 +121,41 @@ class StepPlanner:
         assert self._steps.current and not self._steps.following, (
             "there is one step to follow, and nothing follows it yet"
         )
-        if self._residents.count(SequenceState.RUNNING) != len(self._steps.current) or self._residents.count(
-            SequenceState.PREEMPTED
-        ):
+        current, residents = self._steps.current, self._residents
+        if residents.count(SequenceState.RUNNING) != len(current) or residents.count(SequenceState.PREEMPTED):
             return []
-        if len(self._residents.prompts) and not self._residents.are_still_refused():
+        if len(residents.prompts) and not residents.are_still_refused():
             return []
-        for sequence, chunk in self._steps.current:
-            is_last = chunk.output_index + 1 >= chunk.job.max_new_tokens
-            if sequence.state is not SequenceState.RUNNING or not chunk.draws or is_last:
+        may_move, grow = self._migrations.num_live > 0, self._blocks.grow
+        for sequence, chunk in current:
+            if sequence.state is not SequenceState.RUNNING or not chunk.draws:
                 return []
-            if chunk.job.sampling.penalizes or chunk.job.grammar is not None:
+            if chunk.output_index + 1 >= chunk.job.max_new_tokens:
+                return []
+            if not sequence.draws_blindly:
                 return []  # how to draw the next token depends on this one
-            if not self._migrations.may_compute(sequence, len(sequence.tokens) + 1):
+            # What is drafted for the next step depends on the tokens of this one, too.
+            if chunk.draft:
+                return []
+            num_tokens = len(sequence.tokens) + 1
+            if may_move and not self._migrations.may_compute(sequence, num_tokens):
                 return []
             # Nobody has to give way for a step that may be skipped.
-            if not self._blocks.grow(sequence.key, len(sequence.tokens) + 1):
+            if not grow(sequence.key, num_tokens):
                 return []
-        # What is drafted for the next step depends on the tokens of this one, too. Where nothing would be drafted if
-        # it were for them, nothing is missed.
-        if any(chunk.draft for _, chunk in self._steps.current):
+        # Where nothing would be drafted if it were for what is known by now, nothing is missed.
+        if self._expects_drafts():
             return []
-        if self._speculation.expects_drafts(self._candidates()):
-            return []
-        self._steps.following = [(sequence, _chunk_after(chunk)) for sequence, chunk in self._steps.current]
+        self._steps.following = [(sequence, _chunk_after(chunk)) for sequence, chunk in current]
         return [chunk for _, chunk in self._steps.following]
+
+    def _expects_drafts(self) -> bool:
+        sequences = [sequence for sequence, _ in self._steps.current]
+        if not self._speculation.may_draft_for(len(sequences)):
+            return False
+        if self.drafting is None and not self._speculation.finds_something(sequences):
+            return False
+        return self._speculation.expects_drafts(self._candidates())
 
     def _candidates(self) -> list[Candidate]:
         """The sequences of the step, if drafts may be computed with their next tokens: nothing beside prompts and what
@@ -193,13 +205,13 @@ class StepPlanner:
 
 def _chunk_after(chunk: PlannedChunk) -> PlannedChunk:
     return PlannedChunk(
-        key=chunk.key,
-        job=chunk.job,
-        token_ids=(NOT_DRAWN,),
-        start=chunk.start + len(chunk.token_ids),
-        output_index=chunk.output_index + 1,
-        draws=True,
-        newest=(NOT_DRAWN,),
+        chunk.key,
+        chunk.job,
+        _NOT_DRAWN_YET,
+        chunk.start + len(chunk.token_ids),
+        chunk.output_index + 1,
+        True,
+        newest=_NOT_DRAWN_YET,
     )
 
 

@@ -62,8 +62,9 @@ class Residents:
 
     def count(self, *states: SequenceState) -> int:
         """Sequences in any of `states`."""
+        found = [s.state for s in self.sequences.values()]
         num_waiting = self.prompts.num_waiting if SequenceState.QUEUED in states else 0
-        return num_waiting + sum(s.state in states for s in self.sequences.values())
+        return num_waiting + sum(map(found.count, states))
 
     def state_of(self, key: HandoffId) -> SequenceState | None:
         """State of a sequence; None if there is none of that name."""
@@ -321,6 +322,8 @@ class Residents:
 
     def hide(self, sequence: Sequence) -> None:
         """Give back what it does not read again, unless a transfer does."""
+        if not self._blocks.window.size:
+            return
         if sequence.key not in self.pinned and self._blocks.hides(sequence.key, sequence.num_computed):
             self.publish(sequence)
             self._blocks.hide(sequence.key, sequence.num_computed)
@@ -335,4 +338,5 @@ class Residents:
 
     def emit(self, router_id: str, *events: DecodeEvent) -> None:
         """Tell a router."""
-        self._actions.extend(Emit(router_id, event) for event in events)
+        for event in events:
+            self._actions.append(Emit(router_id, event))

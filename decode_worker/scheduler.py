@@ -26,9 +26,8 @@ priority: no two sequences can take turns in pushing each other out.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as Seq
-from itertools import islice
 from types import MappingProxyType
 from typing import Any
 
@@ -413,36 +412,40 @@ class DecodeScheduler:
         """
         step = self._steps.done()
         self._times.note(step, duration_s, now)
-        drawn = enumerate(token_ids)
+        row, speculation = 0, self.speculation
         for number, ((sequence, chunk), query_len) in enumerate(zip(step, query_lens, strict=True)):
             if chunk.is_prompt:
-                outputs = [next(drawn) for _ in (chunk.job, *chunk.forks)] if chunk.draws else []
+                end = row + (1 + len(chunk.forks) if chunk.draws else 0)
+                outputs, row = list(enumerate(token_ids[row:end], row)), end
                 self._prompt_computed(sequence, chunk, now, outputs, logprobs, prompt_logprobs.get(number, ()))
                 continue
-            outputs = list(islice(drawn, 1 + len(chunk.draft))) if chunk.draws else []
-            recomputes = len(chunk.token_ids) > 1
-            self._num_recomputed_tokens += query_len if recomputes else 0
+            num_tokens, num_drafted = len(chunk.token_ids), len(chunk.draft)
+            first, row = row, row + (1 + num_drafted if chunk.draws else 0)
+            if num_tokens > 1:
+                self._num_recomputed_tokens += query_len
             if sequence.state is SequenceState.LEAVING:
-                self.speculation.verified(len(chunk.draft), 0)
+                speculation.verified(num_drafted, 0)
                 self._residents.leave(sequence)
                 continue
             # A hand-off leaves exactly the newest token to compute. More of them at once would be prefill, unless this
             # scheduler has asked for them.
-            was_asked = recomputes or query_len == 1 + len(chunk.draft)
-            sequence.num_prefilled += query_len if query_len > 1 and not was_asked else 0
-            sequence.num_computed += len(chunk.token_ids)
+            if query_len > 1 and num_tokens == 1 and query_len != 1 + num_drafted:
+                sequence.num_prefilled += query_len
+            sequence.num_computed += num_tokens
             if not chunk.draws:
                 self._residents.hide(sequence)
                 continue
             index = sequence.num_output
-            kept, reason = outcome(chunk, [token_id for _, token_id in outputs], num_meaningful.get(sequence.key))
+            kept, reason = outcome(chunk, token_ids[first:row], num_meaningful.get(sequence.key))
+            num_accepted = len(kept) - 1
             sequence.num_steps += 1
-            sequence.num_computed += len(kept) - 1
+            sequence.num_computed += num_accepted
             sequence.tokens.extend(kept)
+            sequence.num_newest = num_accepted + 1
             self._residents.hide(sequence)
-            sequence.num_newest = len(kept)
-            self.speculation.drawn(sequence, kept)
-            self.speculation.verified(len(chunk.draft), len(kept) - 1)
+            speculation.drawn(sequence, kept)
+            if num_drafted:
+                speculation.verified(num_drafted, num_accepted)
             event = StepTokens(
                 id=sequence.key,
                 first_index=index,
@@ -450,9 +453,9 @@ class DecodeScheduler:
                 finish_reason=reason,
                 first_step_s=duration_s if sequence.num_steps == 1 else 0.0,
                 local_prefill_tokens=sequence.num_prefilled,
-                logprobs=tuple(logprobs[row] for row, _ in outputs[: len(kept)] if row in logprobs),
-                num_accepted=len(kept) - 1,
-                num_rejected=len(chunk.draft) - (len(kept) - 1),
+                logprobs=_of_rows(logprobs, range(first, first + len(kept))) if logprobs else (),
+                num_accepted=num_accepted,
+                num_rejected=num_drafted - num_accepted,
             )
             self._residents.emit(sequence.job.router_id, event)
             if reason is not None:
@@ -514,3 +517,7 @@ class DecodeScheduler:
                 failure = JobFailed.of(sequence.key, error, retryable=True, blame=self._worker_id)
                 self._residents.report(sequence, failure)
             self._residents.leave(sequence)
+
+
+def _of_rows(logprobs: Mapping[int, TokenLogprobs], rows: Iterable[int]) -> tuple[TokenLogprobs, ...]:
+    return tuple(logprobs[row] for row in rows if row in logprobs)

@@ -12,6 +12,7 @@ from dataclasses import replace
 
 from grpc.aio import ServicerContext
 
+from decode_worker.batches import StepBatches
 from decode_worker.draft_driver import DraftDriver, DraftSampler
 from decode_worker.migration_driver import MigrationDriver
 from decode_worker.scheduler import DecodeScheduler
@@ -21,7 +22,6 @@ from decode_worker.sequences import (
     Emit,
     Forget,
     NoRoom,
-    PlannedChunk,
     SequenceState,
     follows,
 )
@@ -31,8 +31,6 @@ from kv_transfer.prefix_server import PrefixServer
 from kv_transfer.settings import transfer_config
 from pdserve.block_hash import BlockHasher
 from pdserve.config import Config
-from pdserve.engine.batch import Batch, SampleRequest, ScoreRequest, SequenceChunk, build_batch
-from pdserve.engine.logit_edits import SequenceEdits
 from pdserve.engine.sequence_blocks import SequenceBlocks
 from pdserve.errors import InternalError, InvalidRequestError, OverloadedError, PdServeError, UnavailableError
 from pdserve.grammar import SequenceGrammars
@@ -41,7 +39,7 @@ from pdserve.rpc.codec import stats_to_proto, worker_info_to_proto
 from pdserve.rpc.v1 import handoff_pb2, prefix_pb2, worker_pb2_grpc
 from pdserve.rpc.v1 import worker_pb2 as pb
 from pdserve.types import GenerationJob, HandoffId, HandoffPurpose, PrefixFetch, Role, RunningStream, WorkerStats
-from pdserve.worker.codec import decode_command_from_proto, decode_events_to_proto
+from pdserve.worker.codec import decode_batches_to_proto, decode_command_from_proto, decode_events_to_proto
 from pdserve.worker.draft_model import load_decode_model
 from pdserve.worker.drain import DrainWaiter, sane_timeout_s
 from pdserve.worker.engine_thread import Step
@@ -98,9 +96,8 @@ class DecodeService(worker_pb2_grpc.DecodeWorkerServicer):
         self._migrations: MigrationDriver
         self._prefixes: PrefixServer | None = None
         self._hub: Hub | None = None
-        self._edits: dict[HandoffId, SequenceEdits | None] = {}
-        """Bias and penalties of each sequence that has been in a step; made from the job and then kept up to date."""
         self._grammars: SequenceGrammars | None = None
+        self._batches: StepBatches
         self._drafts: DraftDriver | None = None
         """None without a draft model."""
         self._following: Step | None = None
@@ -140,6 +137,7 @@ class DecodeService(worker_pb2_grpc.DecodeWorkerServicer):
         self._grammars = SequenceGrammars(
             functools.partial(load_model_tokenizer, config), engine.config.vocab_size, on_compiled=self._wake.set
         )
+        self._batches = StepBatches(self._blocks, self._grammars)
         if host.draft_engine is not None:
             self._drafts = DraftDriver(
                 host.draft_engine,
@@ -149,7 +147,11 @@ class DecodeService(worker_pb2_grpc.DecodeWorkerServicer):
                 on_lost=self._scheduler.lose_draft_model,
             )
         self._hub = SessionHub(
-            SessionCodec(decode=decode_command_from_proto, encode=decode_events_to_proto),
+            SessionCodec(
+                decode=decode_command_from_proto,
+                encode=decode_events_to_proto,
+                encode_batches=decode_batches_to_proto,
+            ),
             info=info,
             get_stats=self.stats,
             on_command=self._on_command,
@@ -436,7 +438,7 @@ class DecodeService(worker_pb2_grpc.DecodeWorkerServicer):
                 case CopyBlock(source, destination):
                     self._host.runner.engine.store.copy(source, destination)
                 case Forget(key, committed):
-                    self._edits.pop(key, None)
+                    self._batches.forget(key)
                     self._grammars.forget(key)
                     forgotten.append(key)
                     if committed:
@@ -473,7 +475,7 @@ class DecodeService(worker_pb2_grpc.DecodeWorkerServicer):
                     continue
                 if any(chunk.is_prompt for chunk in plan):
                     self._changed()  # its router hears that it has begun
-                step = runner.start(self._batch(plan))
+                step = runner.start(self._batches.build(plan))
             if drafts is not None:
                 drafts.begin_catching_up()
             self._following = self._follow(step)
@@ -513,49 +515,8 @@ class DecodeService(worker_pb2_grpc.DecodeWorkerServicer):
         plan = self._scheduler.plan_following()
         if not plan:
             return None
-        return self._host.runner.start_after(step, self._batch(plan), functools.partial(follows, plan))
-
-    def _batch(self, plan: list[PlannedChunk]) -> Batch:
-        return build_batch([self._chunk(chunk) for chunk in plan], self._host.runner.engine.layout.block_size)
-
-    def _chunk(self, chunk: PlannedChunk) -> SequenceChunk:
-        return SequenceChunk(
-            token_ids=(*chunk.token_ids, *chunk.draft),
-            start_position=chunk.start,
-            block_table=self._blocks.ids(chunk.key),
-            samples=self._samples(chunk) if chunk.draws else (),
-            num_drafted=len(chunk.draft),
-            score=ScoreRequest.for_prompt(chunk.job, chunk.start, len(chunk.token_ids)) if chunk.is_prompt else None,
-        )
-
-    def _samples(self, chunk: PlannedChunk) -> tuple[SampleRequest, ...]:
-        """How to draw the next token of each output that goes on from `chunk`."""
-        assert self._grammars is not None
-        job, output_index = chunk.job, chunk.output_index
-        output = job.token_ids[job.num_prompt_tokens :]
-        if chunk.is_prompt:
-            # All of its outputs are at the same place: they have the same bias and penalties, and the same grammar.
-            edits = SequenceEdits.for_job(job)
-        else:
-            edits = self._edits_of(chunk.key, job, output_index, chunk.newest)
-            output = (*output, *chunk.newest)
-        if chunk.draft:
-            masks = self._grammars.allowed_along(job, output_index, output, chunk.draft)
-            return SampleRequest.for_draft(job, output_index, chunk.draft, edits, masks)
-        allowed = self._grammars.allowed(job, output_index, output)
-        return tuple(SampleRequest.for_job(branch, output_index, edits, allowed) for branch in (job, *chunk.forks))
-
-    def _edits_of(
-        self, key: HandoffId, job: GenerationJob, output_index: int, newest: tuple[int, ...]
-    ) -> SequenceEdits | None:
-        """For output token number `output_index`, before which the tokens `newest` have come."""
-        if key not in self._edits:
-            self._edits[key] = SequenceEdits.for_job(job)
-        edits = self._edits[key]
-        if edits is not None:
-            for index, token_id in enumerate(newest, start=output_index - len(newest)):
-                edits.observe(index, token_id)
-        return edits
+        batch = self._batches.build_following(plan, step.batch)
+        return self._host.runner.start_after(step, batch, functools.partial(follows, plan))
 
     def _draft_sampler(self, order: DraftOrder) -> DraftSampler:
         """How to draw what is drafted."""
@@ -565,7 +526,7 @@ class DecodeService(worker_pb2_grpc.DecodeWorkerServicer):
         return DraftSampler(
             job,
             output_index,
-            self._edits_of(order.key, job, output_index, order.newest),
+            self._batches.edits_of(order.key, job, output_index, order.newest),
             self._grammars.while_drafting(job, output_index, output),
         )
 

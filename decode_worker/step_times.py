@@ -57,7 +57,7 @@ class StepTimes:
             for chunk in in_chunks:
                 if (prompt := self._prompts.of(chunk.key)) is not None:
                     prompt.compute_s += chunks_s * len(chunk.token_ids) / num_in_chunks
-        if not any(chunk.is_prompt for chunk in chunks):
+        if not in_chunks or not any(chunk.is_prompt for chunk in in_chunks):
             weight = STEP_SMOOTHING if self.mean_s else 1.0
             self.mean_s += weight * (duration_s - self.mean_s)
         # What drafts cost is seen in steps in which every sequence draws a token.

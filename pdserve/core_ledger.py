@@ -18,8 +18,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
-import numpy as np
-
 from pdserve.errors import ConfigError
 
 LINE: Final = 8
@@ -58,16 +56,15 @@ class CoreLedger:
             raise ConfigError(
                 f"engine.core_ledger.file: cannot map {path}: {error}", field="engine.core_ledger.file"
             ) from error
-        words = np.frombuffer(self._map, np.int64)
+        words = memoryview(self._map).cast("q")
         if not 0 <= slot < len(words) // LINE:
             raise ConfigError(
                 f"engine.core_ledger.slot: {path} has lines for {len(words) // LINE} workers, not one of number {slot}",
                 field="engine.core_ledger.slot",
             )
-        lines = words.reshape(-1, LINE)
-        self._own = lines[slot]
-        self._others = np.delete(np.arange(len(lines)), slot)
-        self._lines = lines
+        lines = [words[begin : begin + LINE] for begin in range(0, len(words) // LINE * LINE, LINE)]
+        self._own = lines.pop(slot)
+        self._others = lines
         self._share = share
         self._num_cores = num_cores
         self._now_ns = now_ns
@@ -85,11 +82,12 @@ class CoreLedger:
         compute."""
         now = self._now_ns()
         self._own[STEP] = now
-        others = self._lines[self._others]
-        stamps = others[:, STEP]
-        computing = np.where(stamps > 0, now - stamps < LOST_NS, (stamps < 0) & (now + stamps < LINGER_NS))
-        num_computing = 1 + int(np.count_nonzero(computing))
-        spare = self._num_cores - self._share - int(others[computing, SHARE].sum())
+        num_computing, spare = 1, self._num_cores - self._share
+        for line in self._others:
+            stamp = line[STEP]
+            if (stamp > 0 and now - stamp < LOST_NS) or (stamp < 0 and now + stamp < LINGER_NS):
+                num_computing += 1
+                spare -= line[SHARE]
         return self._share + max(0, spare // num_computing)
 
     def step_ended(self) -> None:

@@ -43,8 +43,11 @@ class Acceptance:
     def chances(self, match_length: int, num_tokens: int) -> list[float]:
         """Of each of `num_tokens` tokens in a row that it and all before it are right: each that is makes the match
         longer."""
-        chances, product = [], 1.0
-        for i in range(num_tokens):
-            product *= self.chance(match_length + i)
+        chances: list[float] = []
+        product, chance = 1.0, 0.0
+        for length in range(match_length, match_length + num_tokens):
+            if length <= LONGEST_MATCH or not chances:
+                chance = self.chance(length)
+            product *= chance
             chances.append(product)
         return chances

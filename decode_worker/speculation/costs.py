@@ -66,6 +66,22 @@ class StepCosts:
         kind = self._kinds.get(_key(num_sequences, num_context_tokens))
         return None if kind is None else self._ratio(kind, num_more)
 
+    def ratios(self, num_sequences: int, num_context_tokens: int, most: int) -> list[float] | None:
+        """`ratio` of 1, 2, ... `most` drafted tokens."""
+        kind = self._kinds.get(_key(num_sequences, num_context_tokens))
+        if kind is None:
+            return None
+        ratios, below, base = list[float](), 0, 1.0
+        for number in range(1, most + 1):
+            known = kind.ratios.get(number)
+            if known is not None and kind.num_steps - kind.measured[number] <= FORGET_AFTER:
+                ratios.append(known)
+            else:
+                ratios.append(max(base, 1.0) + GUESS_PER_TOKEN * (number - below))
+            if known is not None:
+                below, base = number, known
+        return ratios
+
     def _ratio(self, kind: _Kind, num_more: int) -> float:
         known = kind.ratios.get(num_more)
         if known is not None and kind.num_steps - kind.measured[num_more] <= FORGET_AFTER:

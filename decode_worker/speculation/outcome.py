@@ -17,6 +17,9 @@ def outcome(
     draft was right up to there: the token drawn before it is the one that it was computed after. At most the first
     `num_meaningful` of them are looked at.
     """
+    if not chunk.draft and num_meaningful is None:
+        (token_id,) = drawn
+        return (token_id,), chunk.job.finish_reason(chunk.output_index, token_id)
     kept: list[int] = []
     for i, token_id in enumerate(drawn[:num_meaningful]):
         kept.append(token_id)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
+from operator import itemgetter
 from typing import Final
 
 from decode_worker.sequences import Sequence
@@ -89,6 +90,13 @@ class Speculator:
             return proposed
         self._uses_proposals = False
         return self._look_up(candidates)[0]
+
+    def finds_something(self, sequences: Seq[Sequence]) -> bool:
+        """Whether the end of any of these sequences was there before, in it: without that, nothing can be looked up."""
+        if self._config.method not in ("auto", "ngram"):
+            return False
+        matches = [self._match(sequence) for sequence in sequences]
+        return any(matches)
 
     def expects_drafts(self, candidates: Seq[Candidate]) -> bool:
         """Whether something would be drafted for a step of these sequences, as far as can be told now."""
@@ -189,15 +197,19 @@ class Speculator:
         lengths, rate = self._worthwhile(candidates, wanted, least)
         return [tokens[:length] for tokens, length in zip(wanted, lengths, strict=True)], rate
 
-    def _predict(self, sequence: Sequence) -> tuple[int, ...]:
-        follower = self._follower(sequence)
+    def _match(self, sequence: Sequence) -> Match | None:
+        follower = self._followers.get(sequence.key) or self._follower(sequence)
         if len(follower.history) != len(sequence.tokens):
             follower.history.catch_up(sequence.tokens)
             # One more than is drafted: what comes after a draft that is right can be compared as well.
             follower.match = follower.history.find(self._config.min_match_tokens, self._config.max_draft_tokens + 1)
-        if follower.match is None:
+        return follower.match
+
+    def _predict(self, sequence: Sequence) -> tuple[int, ...]:
+        match = self._match(sequence)
+        if match is None:
             return ()
-        return _before_stop(sequence, follower.match.next_tokens[: self._config.max_draft_tokens])
+        return _before_stop(sequence, match.next_tokens[: self._config.max_draft_tokens])
 
     def _worthwhile(
         self, candidates: Seq[Candidate], wanted: Seq[tuple[int, ...]], least: float
@@ -215,14 +227,14 @@ class Speculator:
         if not chances:
             return lengths, least
         # Chances of one sequence fall, and stay in their order.
-        chances.sort(key=lambda entry: -entry[0])
+        chances.sort(key=itemgetter(0), reverse=True)
         context = _context([candidate.sequence for candidate in candidates])
+        ratios = self._costs.ratios(len(candidates), context, len(chances))
+        if ratios is None:
+            return lengths, least
         num_tokens, best_rate, best = float(len(candidates)), least, 0
-        for number, (chance, _) in enumerate(chances, start=1):
+        for number, ((chance, _), ratio) in enumerate(zip(chances, ratios, strict=True), start=1):
             num_tokens += chance
-            ratio = self._costs.ratio(len(candidates), context, number)
-            if ratio is None:
-                return lengths, least
             if num_tokens / ratio > best_rate:
                 best_rate, best = num_tokens / ratio, number
         for _, index in chances[:best]:

@@ -161,6 +161,21 @@ class SamplingBatch:
         return self.temperature <= np.float32(GREEDY_TEMPERATURE)
 
     @cached_property
+    def all_greedy(self) -> bool:
+        """Whether that is so of all rows."""
+        return bool(self.is_greedy.all())
+
+    @cached_property
+    def wide(self) -> tuple[FloatArray, LongArray, npt.NDArray[np.float64], npt.NDArray[np.float64]]:
+        """As the kernels of the CPU engine take them, [R] each: 1 / temperature, 0 where the most likely token is
+        taken; top-k; top-p; logarithm of min-p."""
+        greedy = self.is_greedy
+        inverse = np.where(greedy, np.float32(0), np.float32(1) / np.where(greedy, 1, self.temperature))
+        with np.errstate(divide="ignore"):
+            log_min_p = np.log(self.min_p.astype(np.float64))
+        return inverse.astype(np.float32), self.top_k.astype(np.int64), self.top_p.astype(np.float64), log_min_p
+
+    @cached_property
     def logprob_rows(self) -> LongArray:
         """[N] entries, ascending, whose log-probabilities are to be reported."""
         return np.flatnonzero(self.num_logprobs >= 0)

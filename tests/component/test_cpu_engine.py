@@ -493,13 +493,13 @@ def test_a_cpu_worker_does_not_import_torch(models: Path) -> None:
 SERVE = """
 import json, sys
 from pdserve.engine.batch import SampleRequest, ScoreRequest, SequenceChunk, build_batch
-from pdserve.engine.cpu import draw, rendezvous, step
+from pdserve.engine.cpu import draw, entry, rendezvous, step
 from pdserve.engine.cpu.loader import load_cpu_engine
 from pdserve.model.source import open_model
 from pdserve.testing.reference import generate
 from pdserve.types import SamplingParams
 
-kernels = (step.step, step.head, step.attention_items, draw.greedy, draw.draw, rendezvous.wait_for)
+kernels = (step.step, step.head, entry.prepare, draw.greedy, draw.draw, rendezvous.wait_for)
 engine = load_cpu_engine(open_model(sys.argv[1]), num_blocks=40, num_threads=2)
 loaded = [len(kernel.signatures) for kernel in kernels]
 sampling = [SamplingParams(temperature=0.0), SamplingParams(temperature=1.0), SamplingParams(top_k=9, top_p=0.5)]

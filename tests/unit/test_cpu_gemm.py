@@ -15,6 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pdserve.engine.cpu.ahead import AHEAD_LENGTH
 from pdserve.engine.cpu.formats import F16, F32, Q4_0, Q4_1, Q8_0, ROWS, STRIP
 from pdserve.engine.cpu.gemm import TOKEN_BLOCK, gemm
 from pdserve.engine.cpu.weights import PackedMatrix, pack_float, pack_stored
@@ -131,7 +132,7 @@ def product(
     first, behind = tokens or (0, len(y))
     gemm(
         arena, matrix, floats, begin, end, x.reshape(-1), a.q.reshape(-1), a.scales.reshape(-1), a.pairs.reshape(-1),
-        first, behind, y.reshape(-1), column, y.shape[1], accumulate,
+        first, behind, y.reshape(-1), column, y.shape[1], accumulate, np.zeros(AHEAD_LENGTH, np.int64),
     )  # fmt: skip
 
 

@@ -6,9 +6,7 @@ A request's logits and KV bytes do not depend on batch, chunking, threads or pro
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Final, Literal, get_args
 
 import numpy as np
@@ -18,6 +16,8 @@ from pdserve.core_ledger import CoreLedger
 from pdserve.engine.batch import Batch, SamplingBatch
 from pdserve.engine.cpu import draw as draw_kernels
 from pdserve.engine.cpu import step as step_kernels
+from pdserve.engine.cpu.embeddings import Embeddings
+from pdserve.engine.cpu.entry import WRONG, prepare
 from pdserve.engine.cpu.shape import ModelShape
 from pdserve.engine.cpu.team import Team
 from pdserve.engine.cpu.weights import PackedModel, WeightFormat
@@ -29,7 +29,6 @@ from pdserve.engine.output import Logprobs, StepOutput
 from pdserve.engine.shared_pool import allocate_pool
 from pdserve.kv_layout import KvBlockStore, KvLayout, spread_factors
 from pdserve.model.config import ModelConfig
-from pdserve.model.quants import dequantize
 from pdserve.model.rope import rope_tables
 
 SCORED_ROWS = 64
@@ -103,7 +102,9 @@ class CpuEngine:
         element = np.uint8 if layout.has_scales else np.uint16
         self._kv = allocate_pool(num_blocks * layout.block_nbytes).data.view(element)
         self._spreads = np.array(spread_factors(config.head_dim), np.float32)
-        self._embedding_rows = model.embedding.data.reshape(config.vocab_size, -1)
+        self._embeddings = Embeddings(model.embedding)
+        self._num_slots = num_blocks * block_size
+        self._group = self._shape.group
         words = self._kv.view(np.int32).reshape(num_blocks, config.num_layers, -1)
         self._store = HostBlockStore(self._layout, words)
 
@@ -134,19 +135,19 @@ class CpuEngine:
 
     def forward(self, batch: Batch, watch: LayerWatch | None = None) -> StepOutput:
         """See `Engine.forward`."""
-        with self._borrowed_cores():
-            return self._forward(batch, watch)
-
-    @contextmanager
-    def _borrowed_cores(self) -> Iterator[None]:
-        """Have as many threads work as there are cores for now."""
-        if self._cores is None:
-            yield
-            return
-        self._team.working = min(self._cores.step_begins(), self._team.size)
+        self._borrow_cores()
         try:
-            yield
+            return self._forward(batch, watch)
         finally:
+            self._return_cores()
+
+    def _borrow_cores(self) -> None:
+        """Have as many threads work as there are cores for now."""
+        if self._cores is not None:
+            self._team.working = min(self._cores.step_begins(), self._team.size)
+
+    def _return_cores(self) -> None:
+        if self._cores is not None:
             self._cores.step_ended()
 
     def _forward(self, batch: Batch, watch: LayerWatch | None) -> StepOutput:
@@ -162,21 +163,24 @@ class CpuEngine:
 
     def forward_logits(self, batch: Batch) -> npt.NDArray[np.float32]:
         """See `Engine.forward_logits`."""
-        with self._borrowed_cores():
+        self._borrow_cores()
+        try:
             return self._compute(batch).copy()
+        finally:
+            self._return_cores()
 
     def _compute(self, batch: Batch, watch: LayerWatch | None = None) -> npt.NDArray[np.float32]:
         """Run the layers; a view of the logits [R, V], valid until the next step."""
+        work, num_tokens, num_rows = self._work, batch.num_tokens, len(batch.logit_rows)
+        work.reserve(num_tokens, num_rows)
+        sequence = work.sequence[:num_tokens]
         # The kernels check nothing.
-        assert batch.token_ids.min() >= 0 and batch.token_ids.max() < self._config.vocab_size, "no such token id"
-        assert batch.positions.max() < self._num_positions, "no such position"
-        assert batch.slot_mapping.max() < self._num_blocks * self._layout.block_size, "no such block"
-        work = self._work
-        num_rows = len(batch.logit_rows)
-        work.reserve(batch.num_tokens, num_rows)
-        work.embeddings(batch.num_tokens)[...] = self._embed(batch.token_ids)
-        num_items = step_kernels.attention_items(batch.cu_seqlens, self._shape.group, work.items)
-        sequence = np.repeat(np.arange(batch.num_seqs), np.diff(batch.cu_seqlens))
+        num_items = prepare(
+            batch.token_ids, batch.positions, batch.slot_mapping, batch.cu_seqlens, self._config.vocab_size,
+            self._num_positions, self._num_slots, self._group, sequence, work.items,
+        )  # fmt: skip
+        assert num_items >= 0, WRONG[num_items]
+        self._embeddings.fetch(batch.token_ids, work.x, self._shape.hidden_padded)
         model, num_layers = self._model, self._config.num_layers
         begin = 0
         for end in (*(() if watch is None else watch.layers), None):
@@ -193,15 +197,6 @@ class CpuEngine:
                 watch.on_done(end)
                 begin = end
         return work.logits(num_rows)
-
-    def _embed(self, token_ids: npt.NDArray[np.int32]) -> npt.NDArray[np.float32]:
-        stored = self._model.embedding
-        rows = dataclasses.replace(
-            stored,
-            shape=(len(token_ids), stored.shape[1]),
-            data=self._embedding_rows[token_ids].reshape(-1),
-        )
-        return dequantize(rows)
 
     def _score(self, batch: Batch) -> Logprobs | None:
         """Log-probabilities of given tokens, from the hidden rows that `_compute` has left."""
@@ -231,26 +226,21 @@ class CpuEngine:
         sampling.edits.apply(logits)
         if len(sampling.forbidden_ids):
             logits[sampling.forbidden_rows, sampling.forbidden_ids] = -np.inf
-        greedy = sampling.is_greedy
         run = self._team.run if len(tokens) >= SHARED_ROWS else self._team.run_alone
         if len(sampling.masked_rows):
             run(
                 draw_kernels.mask, np.zeros(1, np.int64), self._work.logits_flat, self._shape.vocab_padded,
                 self._config.vocab_size, sampling.masked_rows, sampling.masks(),
             )  # fmt: skip
-        if greedy.all():
+        if sampling.all_greedy:
             run(
                 draw_kernels.greedy, np.zeros(1, np.int64), self._work.logits_flat, self._shape.vocab_padded,
                 self._config.vocab_size, tokens,
             )  # fmt: skip
             return tokens
-        inverse_temperature = np.where(greedy, np.float32(0), np.float32(1) / np.where(greedy, 1, sampling.temperature))
-        with np.errstate(divide="ignore"):
-            log_min_p = np.log(sampling.min_p.astype(np.float64))
         run(
             draw_kernels.draw, np.zeros(1, np.int64), self._work.logits_flat, self._shape.vocab_padded,
-            self._config.vocab_size, inverse_temperature.astype(np.float32), sampling.top_k.astype(np.int64),
-            sampling.top_p.astype(np.float64), log_min_p, row_keys(sampling.seed, sampling.positions).astype(np.int64),
+            self._config.vocab_size, *sampling.wide, row_keys(sampling.seed, sampling.positions).astype(np.int64),
             self._ids, tokens,
         )  # fmt: skip
         return tokens

@@ -9,6 +9,9 @@ STRIP = 2
 BLOCK = 32
 """Values of a quantised row that share a scale."""
 
+LINE_NBYTES = 64
+"""Bytes of a cache line."""
+
 F32, F16, Q8_0, Q4_0, Q4_1 = range(5)
 """Weight formats. Those after F16 meet quantised activations."""
 

@@ -11,10 +11,12 @@ import numpy as np
 from numba import njit
 
 from pdserve.engine.cpu import vec as v
+from pdserve.engine.cpu.ahead import END, NEXT, next_ahead
 from pdserve.engine.cpu.formats import (
     BLOCK,
     F16,
     HEAD_NBYTES,
+    LINE_NBYTES,
     PAIRS_NBYTES,
     Q4_NBYTES,
     Q8_0,
@@ -23,7 +25,7 @@ from pdserve.engine.cpu.formats import (
     STRIP,
 )
 from pdserve.engine.cpu.jit import OPTIONS
-from pdserve.engine.cpu.tile import MAX_TILES, MAX_TOKENS, product_q4, product_q8
+from pdserve.engine.cpu.tile import LINES_AT_ONCE, MAX_TILES, MAX_TOKENS, product_q4, product_q8
 
 TOKEN_BLOCK = 128
 """Tokens whose activations stay in the second-level cache while all weights pass by."""
@@ -92,7 +94,7 @@ def _put(y, o, value, bias, bias_at, accumulate):
 
 
 @njit(**OPTIONS)
-def gemm(w, matrix, bias, begin, end, x, xq, xs, xpair, first, behind, y, column, ldy, accumulate):
+def gemm(w, matrix, bias, begin, end, x, xq, xs, xpair, first, behind, y, column, ldy, accumulate, ahead):
     """y[t, column + row] (+)= sum_k W[row, k] x[t, k] + bias[row] for tokens [first, behind) and rows of strips [begin,
     end).
 
@@ -108,32 +110,47 @@ def gemm(w, matrix, bias, begin, end, x, xq, xs, xpair, first, behind, y, column
     blocks = k // BLOCK
     tile_nbytes = PAIRS_NBYTES + (Q8_NBYTES if kind == Q8_0 else Q4_NBYTES)
     strip_nbytes = blocks * (HEAD_NBYTES + STRIP * tile_nbytes)
+    block_lines = strip_nbytes // blocks // LINE_NBYTES
     for left in range(first, behind, TOKEN_BLOCK):
         right = min(left + TOKEN_BLOCK, behind)
-        # A few tokens are done with a strip at once, but not as fast as it can be read.
-        fetched_nbytes = FETCH_NBYTES if 2 < right - left <= MAX_TOKENS else 0
+        # Groups of tokens that come after the first: while that meets a strip, the strip comes from memory; later,
+        # memory is idle. Behind the last strip lies what is read next, more often than not.
+        later = (right - left - 1) // MAX_TOKENS
+        whole = later * LINES_AT_ONCE < block_lines
         for strip in range(begin, end):
             tile = strip * STRIP
             width = min(STRIP, matrix[2] - tile)
             at = matrix[1] + strip * strip_nbytes
+            here = v.address(w, at)
             for i in range(0, width, MAX_TILES):
                 n = min(MAX_TILES, width - i)
                 most = MAX_TOKENS if n == MAX_TILES else 1
                 o = column + (tile + i) * ROWS
                 b = matrix[4] + (tile + i) * ROWS if matrix[4] >= 0 else np.int64(-1)
+                lines = np.int64(0)
                 for t in range(left, right, most):
                     m = min(most, right - t)
-                    # While the first tokens meet a strip, it comes from memory; later, memory is idle. Behind the last
-                    # strip lies what is read next, more often than not.
-                    ahead = strip_nbytes if t == left + most else fetched_nbytes
+                    near = np.int64(0)
+                    far = np.int64(0)
+                    if later == 0:
+                        # A few tokens are done with a strip at once, but not as fast as it can be read.
+                        if right - left > 2:
+                            near = here + FETCH_NBYTES
+                    elif t > left and lines < block_lines:
+                        near = here + strip_nbytes + lines * blocks * LINE_NBYTES
+                        lines += block_lines if whole else LINES_AT_ONCE
+                    if later > 0 and ahead[NEXT] < ahead[END] and (near == 0 or not whole):
+                        far = next_ahead(ahead, LINES_AT_ONCE * blocks)
                     if kind == Q8_0:
                         product_q8(
-                            n, m, w, at, i, width, ahead, blocks, xq, xs, xpair, t, y, o, ldy, bias, b, accumulate
-                        )
+                            n, m, w, at, i, width, near, whole, far, blocks, xq, xs, xpair, t, y, o, ldy, bias, b,
+                            accumulate,
+                        )  # fmt: skip
                     else:
                         product_q4(
-                            n, m, w, at, i, width, ahead, blocks, xq, xs, xpair, t, y, o, ldy, bias, b, accumulate
-                        )
+                            n, m, w, at, i, width, near, whole, far, blocks, xq, xs, xpair, t, y, o, ldy, bias, b,
+                            accumulate,
+                        )  # fmt: skip
 
 
 @njit(**OPTIONS)

@@ -23,7 +23,7 @@ _NOTHING = np.float32(1e-37)
 """A block whose scale would be smaller counts as zeros: one over the scale would be infinite."""
 
 
-@njit(**OPTIONS)
+@njit(forceinline=True, **OPTIONS)
 def exp(x):
     """e**x in each lane, within 2 ulp for x in [-86.5, 88]; x is clamped to that range. exp(0) is exactly 1.
 
@@ -32,7 +32,7 @@ def exp(x):
     return exp_of_negative(v.minimum(x, v.splat(np.float32(88.0))))
 
 
-@njit(**OPTIONS)
+@njit(forceinline=True, **OPTIONS)
 def exp_of_negative(x):
     """`exp` for x <= 88: without the clamp from above."""
     x = v.maximum(x, v.splat(np.float32(-86.5)))
@@ -74,7 +74,7 @@ def quantize(x, at, width, xq, q_at, xs, xpair, s_at):
         quantize_block(low, high, xq, q_at + b * BLOCK, xs, xpair, s_at + b)
 
 
-@njit(**OPTIONS)
+@njit(forceinline=True, **OPTIONS)
 def quantize_block(low, high, xq, q_at, xs, xpair, s_at):
     """32 values to int8 q with a scale s and a zero point z: x = s (q - z).
 
@@ -115,14 +115,14 @@ def rotate(y, at, half, cos, sin, table_at, scale):
         y[at + half + i] = (b * c + a * s) * scale
 
 
-@njit(**OPTIONS)
+@njit(forceinline=True, **OPTIONS)
 def gated(g, up):
     """silu(g) * up in each lane."""
     e = exp(v.sub(v.zero(), g))
     return v.mul(v.div(g, v.add(v.splat(np.float32(1.0)), e)), up)
 
 
-@njit(**OPTIONS)
+@njit(forceinline=True, **OPTIONS)
 def gate_block(g, up, at, tiles, out, out_at, quantized, xq, q_at, xs, xpair, s_at):
     """`gated` of 32 values, or of 16 and 16 zeros if `tiles` is 1: quantised, or to float32 `out`."""
     low = gated(v.load(g, at), v.load(up, at))

@@ -11,6 +11,7 @@ import numpy as np
 from numba import njit
 
 from pdserve.engine.cpu import vec as v
+from pdserve.engine.cpu.ahead import AHEAD_LENGTH, aim, collect
 from pdserve.engine.cpu.attention import attend, first_read, tile_tokens
 from pdserve.engine.cpu.coded_kv import put_key, put_value, spread
 from pdserve.engine.cpu.formats import BLOCK, F16, ROWS, STRIP
@@ -41,6 +42,7 @@ from pdserve.engine.cpu.shape import (
     Q,
     V,
 )  # fmt: skip
+from pdserve.engine.cpu.tile import MAX_TOKENS
 
 
 @njit(**OPTIONS)
@@ -163,12 +165,19 @@ def step(board, run, goal, yields, thread, threads, counters, layer_begin, layer
     my_gate = my_scratch[: TOKEN_BLOCK * BLOCK]
     my_up = my_scratch[TOKEN_BLOCK * BLOCK :]
     t0, t1 = share(tokens, thread, threads)
+    ahead = np.zeros(AHEAD_LENGTH, np.int64)
+    if tokens > MAX_TOKENS:
+        collect(
+            ahead, kv, items, sequence, positions, flat_tables, table_width, block_size, block_stride, layer_stride,
+            thread, threads,
+        )  # fmt: skip
     passed = np.int64(0)
     # Variables, as numba would compile a product for each combination of literals.
     start = np.int64(0)
     gate_width = np.int64(BLOCK)
     fresh = np.bool_(False)
     added = np.bool_(True)
+    aim(ahead, kv, layer_begin, layer_end, layer_stride, windows)
     for layer in range(layer_begin, layer_end):
         m = layer * MATRICES_PER_LAYER
         window = windows[layer]
@@ -182,7 +191,9 @@ def step(board, run, goal, yields, thread, threads, counters, layer_begin, layer
         column = np.int64(0)
         for i in range(3):
             b, e = share_strips(matrices[m + i, 2], thread, threads)
-            gemm(arena, matrices[m + i], floats, b, e, xn, xq, xs, xpair, start, tokens, y, column, width, fresh)
+            gemm(
+                arena, matrices[m + i], floats, b, e, xn, xq, xs, xpair, start, tokens, y, column, width, fresh, ahead,
+            )  # fmt: skip
             column += matrices[m + i, 2] * ROWS
         passed = barrier(counters, threads, passed)
         _enter(
@@ -215,6 +226,7 @@ def step(board, run, goal, yields, thread, threads, counters, layer_begin, layer
                 next_k_base, next_table, next_length, my_scratch, xn, t * ap + h * group * head_dim, ap,
             )  # fmt: skip
             n = following
+        aim(ahead, kv, layer + 1, layer_end, layer_stride, windows)
         passed = barrier(counters, threads, passed)
         quantized = matrices[m + O, 0] > F16
         if quantized or ap != heads * head_dim:
@@ -224,7 +236,7 @@ def step(board, run, goal, yields, thread, threads, counters, layer_begin, layer
                     quantize(xn, t * ap, ap, xq, t * ap, xs, xpair, t * (ap // BLOCK))
             passed = barrier(counters, threads, passed)
         b, e = share_strips(matrices[m + O, 2], thread, threads)
-        gemm(arena, matrices[m + O], floats, b, e, xn, xq, xs, xpair, start, tokens, x, start, hp, added)
+        gemm(arena, matrices[m + O], floats, b, e, xn, xq, xs, xpair, start, tokens, x, start, hp, added, ahead)
         passed = barrier(counters, threads, passed)
         quantized = matrices[m + GATE, 0] > F16 or matrices[m + UP, 0] > F16
         for t in range(t0, t1):
@@ -241,11 +253,11 @@ def step(board, run, goal, yields, thread, threads, counters, layer_begin, layer
                 column = -(first + strip) * BLOCK
                 gemm(
                     arena, matrices[m + GATE], floats, strip, strip + 1, xn, xq, xs, xpair, first, behind, my_gate,
-                    column, gate_width, fresh,
+                    column, gate_width, fresh, ahead,
                 )  # fmt: skip
                 gemm(
                     arena, matrices[m + UP], floats, strip, strip + 1, xn, xq, xs, xpair, first, behind, my_up, column,
-                    gate_width, fresh,
+                    gate_width, fresh, ahead,
                 )  # fmt: skip
                 tiles = matrices[m + GATE, 2] - strip * STRIP
                 gate_strip(
@@ -256,7 +268,7 @@ def step(board, run, goal, yields, thread, threads, counters, layer_begin, layer
         b, e = share_strips(matrices[m + DOWN, 2], thread, threads)
         gemm(
             arena, matrices[m + DOWN], floats, b, e, inner, inner_q, inner_s, inner_pair, start, tokens, x, start, hp,
-            added,
+            added, ahead,
         )  # fmt: skip
         passed = barrier(counters, threads, passed)
     _head(
@@ -283,9 +295,13 @@ def _head(thread, threads, counters, passed, shape, arena, matrices, floats, nor
             quantize(xn, r * hp, hp, xq, r * hp, xs, xpair, r * (hp // BLOCK))
     barrier(counters, threads, passed)
     b, e = share_strips(matrices[m, 2], thread, threads)
+    nothing = np.zeros(AHEAD_LENGTH, np.int64)
     start = np.int64(0)
     fresh = np.bool_(False)
-    gemm(arena, matrices[m], floats, b, e, xn, xq, xs, xpair, start, n, logits, start, shape[VOCAB_PADDED], fresh)
+    gemm(
+        arena, matrices[m], floats, b, e, xn, xq, xs, xpair, start, n, logits, start, shape[VOCAB_PADDED], fresh,
+        nothing,
+    )  # fmt: skip
 
 
 @njit(**OPTIONS)

@@ -20,7 +20,7 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from pdserve.engine.cpu import vec as v
-from pdserve.engine.cpu.formats import BLOCK, HEAD_NBYTES, PAIRS_NBYTES, Q4_CODE, Q4_FINENESS, STRIP
+from pdserve.engine.cpu.formats import BLOCK, HEAD_NBYTES, LINE_NBYTES, PAIRS_NBYTES, Q4_CODE, Q4_FINENESS, STRIP
 from pdserve.engine.cpu.isa import selected_isa
 
 _VNNI = selected_isa() == "avx512vnni"
@@ -32,6 +32,9 @@ MAX_TOKENS = 4 if _VNNI else 2
 TILE_SHAPES = [(MAX_TILES, tokens) for tokens in range(1, MAX_TOKENS + 1)] + [(n, 1) for n in range(1, MAX_TILES)]
 """(tiles, tokens) that there is code for. A single tile at the end of a matrix takes its tokens one by one: compiling
 every shape would take half as long again."""
+LINES_AT_ONCE = 4
+"""Cache lines that are asked for with each block, so that asking takes no longer than computing: memory gives a thread
+one in some thirteen cycles, and a block of four tokens takes about a hundred."""
 _FINER_BITS = (Q4_FINENESS // Q4_CODE).bit_length() - 1
 
 _i8, _i16, _i32, _i64 = (ir.IntType(n) for n in (8, 16, 32, 64))
@@ -55,7 +58,7 @@ class _Tile:
         self.b, self.bits, self.tiles, self.tokens = builder, bits, tiles, tokens
 
     def emit(
-        self, w: Any, first: Any, width: Any, ahead: Any, blocks: Any, xq: Any, xs: Any, xpair: Any
+        self, w: Any, first: Any, width: Any, near: Any, whole: Any, far: Any, blocks: Any, xq: Any, xs: Any, xpair: Any
     ) -> list[list[Any]]:
         """Totals [tile][token]. w: a strip of `width` tiles; first: of its tiles; xq, xs, xpair: the first token's."""
         b = self.b
@@ -82,8 +85,7 @@ class _Tile:
         )
         with cgutils.for_range(b, blocks) as loop:
             block = b.gep(w, [b.mul(loop.index, block_nbytes)])
-            with b.if_then(b.icmp_signed("!=", ahead, ir.Constant(_i64, 0)), likely=False):
-                self._prefetch(b.gep(block, [ahead]))
+            self._fetch(loop.index, near, whole, far)
             places = [b.add(loop.index, b.mul(ir.Constant(_i64, t), blocks)) for t in range(self.tokens)]
             x0 = b.mul(loop.index, ir.Constant(_i64, BLOCK))
             x = [b.gep(xq, [b.add(x0, b.mul(ir.Constant(_i64, t), k))]) for t in range(self.tokens)]
@@ -107,11 +109,24 @@ class _Tile:
                     b.store(total, totals[r][t])
         return [[self._unscaled(b.load(total)) for total in row] for row in totals]
 
-    def _prefetch(self, block: Any) -> None:
-        for line in range((HEAD_NBYTES + STRIP * (PAIRS_NBYTES + 64 * self.bits)) // 64):
-            place = self.b.gep(block, [ir.Constant(_i64, 64 * line)])
-            flags = [ir.Constant(_i32, value) for value in (0, 2, 1)]  # read, keep in the second level, data
-            v._call(self.b, "llvm.prefetch.p0", ir.VoidType(), [place, *flags])
+    def _fetch(self, index: Any, near: Any, whole: Any, far: Any) -> None:
+        """Ask for the lines that belong to block number `index`."""
+        b = self.b
+        few, most = LINES_AT_ONCE, (HEAD_NBYTES + STRIP * (PAIRS_NBYTES + 64 * self.bits)) // LINE_NBYTES
+
+        def fetch(place: Any, first: int, behind: int) -> None:
+            for line in range(first, behind):
+                at = b.add(place, ir.Constant(_i64, LINE_NBYTES * line))
+                v._prefetch(b, b.inttoptr(at, _i8.as_pointer()))
+
+        with b.if_then(b.icmp_signed("!=", near, ir.Constant(_i64, 0))):
+            lines = b.select(whole, ir.Constant(_i64, most), ir.Constant(_i64, few))
+            place = b.add(near, b.mul(index, b.mul(lines, ir.Constant(_i64, LINE_NBYTES))))
+            fetch(place, 0, few)
+            with b.if_then(whole):
+                fetch(place, few, most)
+        with b.if_then(b.icmp_signed("!=", far, ir.Constant(_i64, 0))):
+            fetch(b.add(far, b.mul(index, ir.Constant(_i64, LINE_NBYTES * few))), 0, few)
 
     def _unscaled(self, total: Any) -> Any:
         # Codes of four bits lie in the upper half of a byte: sixteen times too large.
@@ -211,7 +226,9 @@ def _product(bits: int) -> Any:
         at,
         first,
         width,
-        ahead,
+        near,
+        whole,
+        far,
         blocks,
         xq,
         xs,
@@ -227,8 +244,9 @@ def _product(bits: int) -> Any:
         """y[t + j, o + 16 i + lane] (+)= product of weight tile i and token t + j, + bias, for i < tiles, j < tokens.
 
         tiles, tokens: one of TILE_SHAPES; w: uint8, with a strip of `width` tiles from byte `at` on, `first` being the
-        first tile wanted; ahead: bytes from there to what should be fetched meanwhile, or 0; blocks: of 32 inputs; xq:
-        int8, xs: float32, xpair: int32 of all tokens; y: float32 with rows of `ldy`;
+        first tile wanted; near, far: addresses of what should be fetched meanwhile, or 0: LINES_AT_ONCE for each block,
+        of `near` as many as a block of a whole strip has if `whole`; blocks: of 32 inputs; xq: int8, xs: float32,
+        xpair: int32 of all tokens; y: float32 with rows of `ldy`;
         bias: float32, from `bias_at` on, or none if that is negative.
         """
 
@@ -241,7 +259,9 @@ def _product(bits: int) -> Any:
                 at,
                 first,
                 width,
-                ahead,
+                near,
+                whole,
+                far,
                 blocks,
                 xq,
                 xs,
@@ -258,9 +278,10 @@ def _product(bits: int) -> Any:
             def data(index: int, array: Any) -> Any:
                 return context.make_array(sig.args[index])(context, b, array).data
 
-            w, y, bias = b.gep(data(2, w), [at]), data(12, y), data(15, bias)
-            xq = b.gep(data(8, xq), [b.mul(t, b.mul(blocks, ir.Constant(_i64, BLOCK)))])
-            xs, xpair = (b.gep(data(i, a), [b.mul(t, blocks)]) for i, a in ((9, xs), (10, xpair)))
+            whole = b.trunc(whole, ir.IntType(1))
+            w, y, bias = b.gep(data(2, w), [at]), data(14, y), data(17, bias)
+            xq = b.gep(data(10, xq), [b.mul(t, b.mul(blocks, ir.Constant(_i64, BLOCK)))])
+            xs, xpair = (b.gep(data(i, a), [b.mul(t, blocks)]) for i, a in ((11, xs), (12, xpair)))
             after = b.append_basic_block("after_tile")
             choice = b.add(b.mul(number, ir.Constant(_i64, MAX_TOKENS + 1)), count)
             switch = b.switch(choice, after)
@@ -268,14 +289,16 @@ def _product(bits: int) -> Any:
                 block = b.append_basic_block(f"tile_{tiles}x{tokens}")
                 switch.add_case(ir.Constant(_i64, tiles * (MAX_TOKENS + 1) + tokens), block)
                 b.position_at_end(block)
-                totals = _Tile(b, bits, tiles, tokens).emit(w, first, width, ahead, blocks, xq, xs, xpair)
+                totals = _Tile(b, bits, tiles, tokens).emit(w, first, width, near, whole, far, blocks, xq, xs, xpair)
                 _put(b, totals, t, y, o, ldy, bias, bias_at, accumulate)
                 b.branch(after)
             b.position_at_end(after)
             return context.get_dummy_value()
 
         n = types.intp
-        signature = types.void(n, n, w, n, n, n, n, n, xq, xs, xpair, n, y, n, n, bias, n, types.boolean)
+        signature = types.void(
+            n, n, w, n, n, n, n, types.boolean, n, n, xq, xs, xpair, n, y, n, n, bias, n, types.boolean
+        )
         return signature, codegen
 
     return product

@@ -169,6 +169,16 @@ def prefetch(typingctx: Any, array: Any, offset: Any) -> Any:
 
 
 @intrinsic
+def address(typingctx: Any, array: Any, offset: Any) -> Any:
+    """Where an element of an array lies in memory, as an int64: to be fetched."""
+
+    def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        return builder.ptrtoint(_address(context, builder, sig.args[0], args[0], args[1], _i8), _i64)
+
+    return types.int64(array, types.intp), codegen
+
+
+@intrinsic
 def is_bytes(typingctx: Any, array: Any) -> Any:
     """Whether it is an array of uint8: known when the caller is compiled, for each type of array by itself."""
 

@@ -48,6 +48,7 @@ class Workspace:
             sink_rows = self._tokens if shape.config.attention_sinks else 1
             self.sink_q = np.zeros(sink_rows * shape.config.q_size, np.float32)
             self.items = np.zeros((self._tokens, 2), np.int64)
+            self.sequence = np.zeros(self._tokens, np.int64)
         if rows > self._rows:
             self._rows = -(-rows // _GRANULE_ROWS) * _GRANULE_ROWS
             self._logits = np.zeros(self._rows * shape.vocab_padded, np.float32)
@@ -56,11 +57,6 @@ class Workspace:
     def logits_flat(self) -> npt.NDArray[np.float32]:
         """Rows of padded logits, flat."""
         return self._logits
-
-    def embeddings(self, tokens: int) -> npt.NDArray[np.float32]:
-        """Where the embeddings of a batch go: [tokens, hidden]."""
-        rows = self.x[: tokens * self._shape.hidden_padded].reshape(tokens, -1)
-        return rows[:, : self._shape.config.hidden_size]
 
     def logits(self, rows: int) -> npt.NDArray[np.float32]:
         """Results of a step: a view [rows, vocab_size]."""
