@@ -56,7 +56,7 @@ class RouterCore:
         """Who clients are."""
         self.prompts = prompts
         self.config: RouterSection = services.config
-        self.table = RequestTable(services, self.resolve, self._inherit)
+        self.table = RequestTable(services, self.resolve, self.resolve_now, self._inherit)
         """What runs, and what has ended lately."""
         self.takeover = Takeover(
             records=records,
@@ -117,10 +117,14 @@ class RouterCore:
         """Tokenize, compile the grammar, and check lengths. Raises InvalidRequestError, or OverloadedError if there are
         too many grammars."""
         grammar = await self._grammar_of(checked)
-        prompt_ids = await self.prompts.encode(checked.prompt)
-        if checked.max_prompt_tokens is not None:
-            prompt_ids = prompt_ids[-checked.max_prompt_tokens :]
-        return self._resolved(checked, prompt_ids, grammar)
+        return self._resolved(checked, _cut(checked, await self.prompts.encode(checked.prompt)), grammar)
+
+    def resolve_now(self, checked: CheckedRequest) -> GenerationSpec | None:
+        """As `resolve`, before it returns; None for what may take long."""
+        if checked.grammar is not None:
+            return None
+        prompt_ids = self.prompts.encode_now(checked.prompt)
+        return None if prompt_ids is None else self._resolved(checked, _cut(checked, prompt_ids), None)
 
     async def _inherit(self, ask: Ask) -> Inheritance | None:
         return await self.takeover.inherit(ask)
@@ -280,6 +284,11 @@ class RouterCore:
                 return _status_in(record)
             outputs.append(_status_in(output))
         return combined(request_id, outputs, record.num_prompt_tokens)
+
+
+def _cut(checked: CheckedRequest, prompt_ids: Sequence[int]) -> Sequence[int]:
+    """To as many tokens of the prompt as the client wants."""
+    return prompt_ids if checked.max_prompt_tokens is None else prompt_ids[-checked.max_prompt_tokens :]
 
 
 def _check_named(request_id: str) -> None:

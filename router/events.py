@@ -5,9 +5,12 @@ The rest of the router never sees a protobuf message of the internal protocol.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Final
 
+from pdserve.errors import InvalidRequestError
 from pdserve.rpc.codec import (
     finish_from_proto,
     holder_to_proto,
@@ -207,12 +210,27 @@ class Hello:
 
 
 @dataclass(frozen=True, slots=True)
+class StepBatch:
+    """What most steps bring: a token for each of many requests, and nothing else. As StepTokens, in lists side by
+    side."""
+
+    request_ids: Sequence[str]
+    attempts: Sequence[int]
+    indices: Sequence[int]
+    token_ids: Sequence[int]
+    local_prefills: Sequence[int]
+    """StepTokens.num_local_prefill_tokens."""
+
+
+@dataclass(frozen=True, slots=True)
 class WorkerMessage:
     """One message of a session: everything that one engine step, or a heartbeat, has to say."""
 
     hello: Hello | None
     stats: WorkerStats | None
     events: tuple[WorkerEvent, ...]
+    step: StepBatch | None = None
+    """Comes before `events`."""
 
 
 def prefill_command(command: Command) -> pb.PrefillCommand:
@@ -263,9 +281,57 @@ def prefill_message(message: pb.PrefillEvents) -> WorkerMessage:
 
 
 def decode_message(message: pb.DecodeEvents) -> WorkerMessage:
-    """As `prefill_message`."""
-    return WorkerMessage(
-        _hello(message), _stats(message), tuple(e for e in map(_decode_event, message.events) if e is not None)
+    """As `prefill_message`. Raises InvalidRequestError also for lists of a step that do not fit together."""
+    events: Sequence[WorkerEvent] = ()
+    if message.events:
+        events = [event for event in map(_decode_event, message.events) if event is not None]
+    if not message.HasField("step"):
+        return WorkerMessage(_hello(message), _stats(message), tuple(events))
+    step = message.step
+    if step.num_tokens or step.accepted_draft_tokens or step.rejected_draft_tokens:
+        return WorkerMessage(_hello(message), _stats(message), tuple(chain(_uncommon_step(step), events)))
+    size = len(step.request_ids)
+    columns = [
+        list(step.attempts),
+        list(step.first_indices),
+        list(step.token_ids),
+        list(step.local_prefill_tokens) or [0] * size,
+    ]
+    if any(len(column) != size for column in columns):
+        raise _uneven(step)
+    batch = StepBatch(list(step.request_ids), *columns)
+    return WorkerMessage(_hello(message), _stats(message), tuple(events), batch)
+
+
+def _uncommon_step(step: pb.StepBatch) -> Iterator[StepTokens]:
+    """The entries of lists in which some have more to say than one token."""
+    size = len(step.request_ids)
+    counts, *more = (
+        list(column) or [default] * size
+        for column, default in (
+            (step.num_tokens, 1),
+            (step.local_prefill_tokens, 0),
+            (step.accepted_draft_tokens, 0),
+            (step.rejected_draft_tokens, 0),
+        )
+    )
+    columns = [step.attempts, step.first_indices, counts, *more]
+    if any(len(column) != size for column in columns) or min(counts, default=0) < 0:
+        raise _uneven(step)
+    if sum(counts) != len(step.token_ids):
+        raise _uneven(step)
+    token_ids, begin = tuple(step.token_ids), 0
+    for request_id, attempt, index, count, prefilled, accepted, rejected in zip(
+        step.request_ids, *columns, strict=True
+    ):
+        tokens = token_ids[begin : begin + count]
+        begin += count
+        yield StepTokens(request_id, attempt, index, tokens, None, 0.0, prefilled, (), accepted, rejected)
+
+
+def _uneven(step: pb.StepBatch) -> InvalidRequestError:
+    return InvalidRequestError(
+        f"step: {len(step.request_ids)} requests, and lists of other lengths beside them", field="step"
     )
 
 

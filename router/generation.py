@@ -40,6 +40,7 @@ FIXED_NBYTES: Final = 4096
 PROMPT_TOKEN_NBYTES: Final = 36
 
 Resolve = Callable[[CheckedRequest], Awaitable[GenerationSpec]]
+ResolveNow = Callable[[CheckedRequest], GenerationSpec | None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,6 +111,8 @@ class GenerationServices:
     admission: Admission
     resolve: Resolve
     """Tokenizes a prompt and checks its length; raises PdServeError."""
+    resolve_now: ResolveNow
+    """The same before it returns; None for one that may take long."""
     inherit: Inherit
     """Takes over what another router has left of the very same request, if it is gone; None if nothing can be taken
     over. Raises PdServeError."""
@@ -197,11 +200,13 @@ class Generation:
         return combined(self.name, outputs, prompts)
 
     def start(self, renamed: Callable[[int, PdServeError], PdServeError] | None = None) -> None:
-        """Tokenize, claim the names and dispatch, in a task of its own: it goes on whoever leaves.
+        """Tokenize, claim the names and dispatch: in a task of its own, which goes on whoever leaves, or, where nothing
+        has to be waited for, before this returns.
 
         `renamed` puts an error of the prompt with that index into the words of the client.
         """
-        self._starting = asyncio.create_task(self._start(renamed), name=f"start-{self.name}")
+        if not self._start_now(renamed):
+            self._starting = asyncio.create_task(self._start(renamed), name=f"start-{self.name}")
 
     def inherit(self, inheritance: Inheritance) -> None:
         """Instead of `start`: go on with what another router has left, in a task of its own."""
@@ -213,8 +218,8 @@ class Generation:
 
     async def wait_begun(self) -> None:
         """Return once it is known what is generated. Raises the error that it ended with if it has not come to that."""
-        assert self._starting is not None, "not started"
-        await asyncio.wait((self._starting,))
+        if self._starting is not None:
+            await asyncio.wait((self._starting,))
         if not self._specs:
             assert self._error is not None, "ended before it began, without an error"
             raise copy.copy(self._error)
@@ -255,6 +260,28 @@ class Generation:
             self._services.journal.release(request.request_id)
         self.fail(error)
 
+    def _start_now(self, renamed: Callable[[int, PdServeError], PdServeError] | None) -> bool:
+        """Start at once, if that takes no time worth another task. False: nothing has been done."""
+        ask = self.ask
+        if ask.num_requests > 1 or ask.named_by_client:
+            return False
+        try:
+            try:
+                spec = self._services.resolve_now(ask.prompts[0])
+            except PdServeError as error:
+                raise (error if renamed is None else renamed(0, error)) from None
+            if spec is None:
+                return False
+            self._specs = (spec,)
+            resume = self._resume_record()
+            self._others_can = bool(resume)
+            self._requests[0].begin_now(spec, resume)
+        except PdServeError as error:
+            self.fail(error)
+        except Exception:
+            self._fail_by_bug()
+        return True
+
     async def _start(self, renamed: Callable[[int, PdServeError], PdServeError] | None) -> None:
         try:
             specs = await self._resolve(renamed)
@@ -272,8 +299,7 @@ class Generation:
         except PdServeError as error:
             self.fail(error)
         except Exception:
-            log.exception("internal error in request %s", self.name)
-            self.fail(InternalError(f"internal error in request {self.name}"))
+            self._fail_by_bug()
 
     async def _start_from(self, inheritance: Inheritance) -> None:
         try:
@@ -281,8 +307,11 @@ class Generation:
         except PdServeError as error:
             self.fail(error)
         except Exception:
-            log.exception("internal error in request %s", self.name)
-            self.fail(InternalError(f"internal error in request {self.name}"))
+            self._fail_by_bug()
+
+    def _fail_by_bug(self) -> None:
+        log.exception("internal error in request %s", self.name)
+        self.fail(InternalError(f"internal error in request {self.name}"))
 
     async def _go_on(self, inheritance: Inheritance) -> None:
         self.inherited = self._others_can = True
@@ -401,6 +430,8 @@ class Generation:
 
 def specs_of_outputs(spec: GenerationSpec, num_outputs: int) -> list[GenerationSpec]:
     """Output i of a prompt is drawn with (seed + i) mod 2**64: as a request of its own with that seed would be."""
+    if num_outputs == 1:
+        return [spec]
     seeds = ((spec.sampling.seed + i) % NUM_SEEDS for i in range(num_outputs))
     return [dataclasses.replace(spec, sampling=dataclasses.replace(spec.sampling, seed=seed)) for seed in seeds]
 

@@ -28,6 +28,8 @@ class TokenSequence:
     out stays for ever.
     """
 
+    __slots__ = ("_end", "_logprobs", "_max_tokens", "_tokens", "_waiting")
+
     def __init__(self, max_tokens: int) -> None:
         self._max_tokens = max_tokens
         self._tokens: list[int] = []
@@ -76,6 +78,15 @@ class TokenSequence:
         while (token := self._waiting.pop(len(self._tokens), None)) is not None:
             self._tokens.append(token)
         return self._tokens[known:]
+
+    def add_next(self, index: int, token_id: int) -> bool:
+        """Take token number `index` if it is simply the next one: no others wait, and no end is known. False: nothing
+        has changed."""
+        tokens = self._tokens
+        if index != len(tokens) or index >= self._max_tokens or self._waiting or self._end is not None:
+            return False
+        tokens.append(token_id)
+        return True
 
     @property
     def has_gap(self) -> bool:
@@ -129,6 +140,8 @@ class TextOutput:
     Stop strings count only in the text of tokens after the first `min_tokens`, as stop tokens do.
     """
 
+    __slots__ = ("_detokenizer", "_include_stop_string", "_matcher", "_min_tokens", "_num_tokens")
+
     def __init__(
         self,
         tokenizer: Tokenizer,
@@ -153,7 +166,7 @@ class TextOutput:
         """
         texts: list[str] = []
         for token_id in token_ids:
-            text = self._detokenizer.push((token_id,))
+            text = self._detokenizer.push_token(token_id)
             self._num_tokens += 1
             if self._matcher is None or self._num_tokens <= self._min_tokens:
                 texts.append(text)
@@ -163,6 +176,16 @@ class TextOutput:
             if stop is not None:
                 return texts, stop
         return texts, None
+
+    @property
+    def has_stop_strings(self) -> bool:
+        """Whether the text may end the output."""
+        return self._matcher is not None
+
+    def push_token(self, token_id: int) -> str:
+        """As `push` of one token, without stop strings: the text that becomes certain."""
+        self._num_tokens += 1
+        return self._detokenizer.push_token(token_id)
 
     def finish(self) -> tuple[str, str | None]:
         """The text that was held back, at the end of the output; it may complete a stop string after all."""
@@ -179,6 +202,8 @@ class TextOutput:
 
 class Output:
     """Tokens and text of one request over all its attempts."""
+
+    __slots__ = ("_ending", "_num_tokens", "_sequence", "_text")
 
     def __init__(self, tokens: TokenSequence, text: TextOutput) -> None:
         self._sequence = tokens
@@ -238,6 +263,14 @@ class Output:
                 self._ending = Ending(reason)
         self._num_tokens += len(new)
         return new, texts
+
+    def add_next(self, index: int, token_id: int) -> str | None:
+        """As `add` of one token that ends nothing, if it is simply the next one and there are no stop strings: the text
+        that is certain with it. None: nothing has changed."""
+        if self._ending is not None or self._text.has_stop_strings or not self._sequence.add_next(index, token_id):
+            return None
+        self._num_tokens += 1
+        return self._text.push_token(token_id)
 
     @property
     def has_gap(self) -> bool:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from pdserve.errors import CancelledError, InvalidRequestError, OverloadedError, PdServeError
 from router.stream import Delta, OutputLog, Summary
@@ -24,9 +25,35 @@ class Response:
     """Set with the last response of an output."""
 
 
+class Sink(Protocol):
+    """Takes what comes for a reader that waits, without waking the task that uses the reader."""
+
+    def ready(self) -> bool:
+        """Whether it can take something now."""
+
+    def take(self, reader: Reader) -> None:
+        """Take what is new, by `Reader.take` or `Reader.take_texts`. What this raises is raised by `Reader.next`."""
+
+
 class Reader:
     """Nothing is kept for a reader but its positions: what it has not taken is in the logs, and comes in one piece when
     it goes on. If that becomes too much it is let go alone. Use by one task; `close` by anybody."""
+
+    __slots__ = (
+        "_closed",
+        "_failure",
+        "_logs",
+        "_loop",
+        "_max_unread",
+        "_news",
+        "_on_close",
+        "_open",
+        "_positions",
+        "_pours",
+        "_prompt_positions",
+        "_sink",
+        "_waiter",
+    )
 
     def __init__(
         self,
@@ -55,6 +82,11 @@ class Reader:
         self._failure: PdServeError | None = None
         self._closed = False
         self._waiter: asyncio.Future[bool] | None = None
+        self._sink: Sink | None = None
+        """Of the one who waits."""
+        self._pours = False
+        """Whether `_pour` is about to run."""
+        self._loop = asyncio.get_running_loop()
         for index, log in enumerate(logs):
             if log.error is not None and self._failure is None:
                 self._failure = log.error
@@ -74,22 +106,25 @@ class Reader:
                 return False
         return True
 
-    async def next(self) -> Sequence[Response]:
+    async def next(self, sink: Sink | None = None) -> Sequence[Response]:
         """What has come since the last time, at most one response for each output, as soon as there is anything. Not
         after `done`. Nothing after a `nudge`.
+
+        With a `sink` what comes meanwhile goes there as long as that is ready: a token costs no task switch. The ends
+        of outputs are always returned.
 
         Raises the error that an output ended with, once all else is read, or at once why the reader was closed.
         """
         while True:
-            responses = self._take_news()
-            if responses or await self._wait():
+            responses = self.take()
+            if responses or await self._wait(sink):
                 return responses
 
     async def rest(self) -> Sequence[Response]:
         """All that is still to come, once it is there: one response for each output. Raises as `next` does."""
         while any(not log.ended for log in self._logs) or self._failure is not None:
             await self._wait()
-        return self._take_news()
+        return self.take()
 
     def nudge(self) -> None:
         """Whoever waits for something gets nothing at once, and may come back. Nobody waits: nothing happens."""
@@ -119,7 +154,12 @@ class Reader:
         elif self._max_unread is None:
             return
         self._news.add(index)
-        self._wake()
+        if self._sink is None or log.ended:
+            self._wake()
+        elif not self._pours:
+            # Not at once: all that comes in one step of the loop is one piece, as it is for a task.
+            self._pours = True
+            self._loop.call_soon(self._pour)
 
     def check_lag(self, index: int) -> None:
         """See LogReader."""
@@ -133,7 +173,8 @@ class Reader:
                 )
             )
 
-    def _take_news(self) -> Sequence[Response]:
+    def take(self) -> Sequence[Response]:
+        """What is there now; see `next`."""
         news, self._news = self._news, set()
         responses = []
         for index in sorted(news) if len(news) > 1 else news:
@@ -153,17 +194,40 @@ class Reader:
             responses.append(Response(index, end, delta, summary))
         return responses
 
-    async def _wait(self) -> bool:
+    def take_texts(self) -> Iterator[tuple[int, int, str]]:
+        """As `take` for a sink to which only text matters: (output, its tokens so far, its new text)."""
+        news, self._news = self._news, set()
+        for index in sorted(news) if len(news) > 1 else news:
+            log = self._logs[index]
+            begin, end = self._positions[index], len(log)
+            self._positions[index] = end
+            yield index, end, log.text(begin, end)
+
+    def _pour(self) -> None:
+        self._pours = False
+        sink, waiter = self._sink, self._waiter
+        if sink is None or waiter is None or waiter.done():
+            # The task is about to come for it.
+            return
+        if not sink.ready():
+            waiter.set_result(False)
+            return
+        try:
+            sink.take(self)
+        except Exception as error:
+            waiter.set_exception(error)
+
+    async def _wait(self, sink: Sink | None = None) -> bool:
         """Until something has happened: False, or True if it was a nudge. Raises if nothing more can."""
         if self._failure is not None:
             # Each reader gets one of its own: raising adds frames to it.
             raise copy.copy(self._failure)
         assert self._open, "read to the end"
-        self._waiter = asyncio.get_running_loop().create_future()
+        self._waiter, self._sink = self._loop.create_future(), sink
         try:
             return await self._waiter
         finally:
-            self._waiter = None
+            self._waiter = self._sink = None
 
     def _wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():

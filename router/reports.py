@@ -14,8 +14,9 @@ from pdserve.errors import (
     WrongRouterError,
     error_from_code,
 )
-from pdserve.lifecycle import RequestEvent
+from pdserve.lifecycle import RequestEvent, RequestState
 from pdserve.types import FinishReason, TokenLogprobs
+from router.attempt import Attempt
 from router.attempts import Attempts
 from router.events import (
     FirstToken,
@@ -41,6 +42,44 @@ REPORT_WAIT_S: Final = 0.25
 ordered with each other, and a short output may be complete before the report of its hand-off is here."""
 
 
+class TokenFlow:
+    """What `Reports.take` does with the tokens of a request in its steady state, and nothing more; see Flow."""
+
+    __slots__ = ("_journal", "_log", "_metrics", "_num_local_prefill_tokens", "_progress", "_request_id", "_timeline")
+
+    def __init__(
+        self,
+        progress: Progress,
+        log: OutputLog,
+        services: RequestServices,
+    ) -> None:
+        self._progress = progress
+        self._request_id = progress.request_id
+        self._timeline = progress.timeline
+        self._log = log
+        self._metrics = services.metrics
+        self._journal = services.journal
+        self._num_local_prefill_tokens = 0
+        """By the latest word."""
+
+    def take(self, index: int, token_id: int, num_local_prefill_tokens: int, now: float) -> bool:
+        """See Flow."""
+        output = self._progress.output
+        assert output is not None, "tokens of a request that has not started"
+        text = output.add_next(index, token_id)
+        if text is None:
+            return False
+        if num_local_prefill_tokens != self._num_local_prefill_tokens:
+            self._num_local_prefill_tokens = num_local_prefill_tokens
+            self._progress.served.computed_by_decode(num_local_prefill_tokens)
+        self._metrics.tokens(1, self._timeline.tokens(1, now), first=False)
+        self._journal.tokens(self._request_id, (token_id,))
+        self._log.push_token(token_id, text)
+        # May end this very request.
+        self._log.check_readers()
+        return True
+
+
 class Reports:
     """Takes those of the current attempt."""
 
@@ -64,6 +103,7 @@ class Reports:
         self._timers = timers
         self._fail = fail
         self._complete = complete
+        self._flow = TokenFlow(progress, log, services)
 
     def take(self, worker: Worker, event: WorkerEvent) -> None:
         """May end the request. Raises InternalError for what makes no sense, WorkerLostError where another attempt is
@@ -96,6 +136,8 @@ class Reports:
                     event.logprobs,
                     RequestEvent.DECODE_TOKENS,
                 )
+                if self._is_steady(attempt):
+                    worker.flows(progress.request_id, event.attempt, self._flow)
             case HandedOff():
                 attempt.hand_off_reported(event.decode_worker)
                 self._services.metrics.handed_off(event.transport, event.kv_bytes, leads=attempt.leads)
@@ -113,6 +155,19 @@ class Reports:
                 self._attempts.migration_failed(event)
             case JobFailed():
                 self._job_failed(event)
+
+    def _is_steady(self, attempt: Attempt) -> bool:
+        """Whether the next tokens of the same attempt can do without `take`: they change the output and nothing
+        else."""
+        progress = self._progress
+        return (
+            progress.state is RequestState.DECODING
+            and attempt is self._attempts.current
+            and not isinstance(attempt, MigratingAttempt)
+            and progress.started_spec.num_logprobs is None
+            and not progress.started_spec.stop_strings
+            and not progress.output_complete
+        )
 
     def _first_token(self, worker: Worker, event: FirstToken, *, first_of_output: bool) -> None:
         progress, attempt, services = self._progress, self._attempts.running, self._services

@@ -139,6 +139,23 @@ class Request:
         self.use_names(await self.name_prompt())
         self.attempts.place()
 
+    def begin_now(self, spec: GenerationSpec, resume: bytes) -> None:
+        """As `begin`, before it returns: for an id that is unique and a prompt of at most HASH_INLINE_TOKENS. Raises
+        AlreadyExistsError if this router has the id."""
+        assert self._unique, "the claim of a name that others may have takes time"
+        services = self._services
+        self._progress.spec = spec
+        services.journal.admit_own(
+            self.request_id,
+            model=services.model,
+            num_prompt_tokens=len(spec.prompt_ids),
+            resume=resume,
+            tenant=self.tenant,
+        )
+        self._progress.make_output("tokenized")
+        self.use_names(services.prefixes.names_now(spec.prompt_ids, spec.cache_salt))
+        self.attempts.place()
+
     async def claim(self, spec: GenerationSpec, resume: bytes = b"") -> None:
         """Claim the request id; after that it can be placed. Raises AlreadyExistsError if another router has the id."""
         # From here on the journal hears of the end, also of one that comes while it claims the id.

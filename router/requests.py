@@ -13,7 +13,7 @@ from pdserve.errors import AlreadyExistsError, CapacityError, UnavailableError, 
 from pdserve.lifecycle import RequestState
 from pdserve.telemetry.context import TraceContext
 from router.admission import Reason, class_of
-from router.generation import Ask, Generation, GenerationServices, Inherit, Inheritance, Resolve
+from router.generation import Ask, Generation, GenerationServices, Inherit, Inheritance, Resolve, ResolveNow
 from router.metrics import TakeoverOutcome
 from router.request import Request
 from router.request_services import RequestServices
@@ -25,7 +25,7 @@ from router.validation import ChatInput
 class RequestTable:
     """Owns generations from admission until their results are forgotten, and the requests that they are made of."""
 
-    def __init__(self, services: RequestServices, resolve: Resolve, inherit: Inherit) -> None:
+    def __init__(self, services: RequestServices, resolve: Resolve, resolve_now: ResolveNow, inherit: Inherit) -> None:
         """See GenerationServices."""
         config = services.config
         self._services = services
@@ -36,6 +36,7 @@ class RequestTable:
             journal=services.journal,
             admission=services.admission,
             resolve=resolve,
+            resolve_now=resolve_now,
             inherit=inherit,
         )
         self._active: dict[str, Request] = {}

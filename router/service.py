@@ -16,6 +16,7 @@ from pdserve.logs import configure_logging
 from pdserve.metrics import Exposition
 from pdserve.model.endless import with_window
 from pdserve.model.source import ModelSource, open_model
+from pdserve.rpc.call_counting import CallCountingInterceptor
 from pdserve.rpc.options import public_server_options
 from pdserve.rpc.v1 import inference_pb2_grpc
 from pdserve.security.identity import PeerRole
@@ -37,7 +38,6 @@ from pdserve.tokenizer import Tokenizer, load_tokenizer
 from router.admission import Admission, AdmissionLimits, WorkersPredictor
 from router.api import ClusterServicer, InferenceServicer
 from router.authentication import Doorkeeper, KeyInterceptor
-from router.call_counting import CallCountingInterceptor
 from router.call_limits import CallLimitInterceptor
 from router.core import RouterCore, ServedModel
 from router.flight import trace_of
@@ -140,7 +140,7 @@ class RouterService:
             limiter = CallLimiter(
                 config.router.max_requests_per_key, keeper.max_requests, keeper.name_of, keeper.is_operator
             )
-        counting = CallCountingInterceptor()
+        counting = CallCountingInterceptor("Inference/Generate")
         endpoint = self._endpoint = GrpcEndpoint(
             config.router.listen,
             "router.listen",

@@ -82,7 +82,7 @@ _PREFILL: Final = _Wire(
 )
 _DECODE: Final = _Wire(
     open=lambda channel: pb_grpc.DecodeWorkerStub(channel).Session(),
-    hello=lambda router_id: pb.DecodeCommand(hello=pb.RouterHello(router_id=router_id)),
+    hello=lambda router_id: pb.DecodeCommand(hello=pb.RouterHello(router_id=router_id, reads_step_batch=True)),
     encode=decode_command,
     decode=decode_message,
 )

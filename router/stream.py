@@ -73,6 +73,8 @@ class LogReader(Protocol):
 class OutputLog:
     """Filled by a request. It ends once, with a summary or an error."""
 
+    __slots__ = ("_end", "_logprobs", "_prompt_logprobs", "_readers", "_text", "_text_ends", "_token_ids")
+
     def __init__(self) -> None:
         self._token_ids = array("i")
         self._text = bytearray()
@@ -120,14 +122,17 @@ class OutputLog:
     def delta(self, begin: int, end: int, prompt_begin: int | None = None) -> Delta:
         """Tokens `begin` to `end`, which must be there, and what is known of the prompt from its entry `prompt_begin`
         on; None: nothing of that."""
-        ends = self._text_ends
-        text = self._text[ends[begin - 1] if begin else 0 : ends[end - 1] if end else 0]
         return Delta(
             self._token_ids[begin:end].tolist(),
-            text.decode(),
+            self.text(begin, end),
             self._logprobs[begin:end] if self._logprobs else (),
             self._prompt_logprobs[prompt_begin:] if prompt_begin is not None else (),
         )
+
+    def text(self, begin: int, end: int) -> str:
+        """That of tokens `begin` to `end`, which must be there."""
+        ends = self._text_ends
+        return self._text[ends[begin - 1] if begin else 0 : ends[end - 1] if end else 0].decode()
 
     def push_prompt(self, logprobs: Sequence[TokenLogprobs]) -> None:
         """Log-probabilities of further tokens of the prompt."""
@@ -148,6 +153,16 @@ class OutputLog:
             self._text_ends.append(len(self._text))
         self._logprobs.extend(logprobs)
         self._tell()
+
+    def push_token(self, token_id: int, text: str) -> None:
+        """As `push` of one token without log-probabilities."""
+        assert self._end is None, "output after the end"
+        self._token_ids.append(token_id)
+        if text:
+            self._text += text.encode()
+        self._text_ends.append(len(self._text))
+        for reader, index in self._readers:
+            reader.on_news(index)
 
     def finish(self, summary: Summary) -> None:
         """The output is complete."""

@@ -36,6 +36,22 @@ class Phases:
 class Timeline:
     """Collects the moments of one request. Times are `time.monotonic()` in seconds."""
 
+    __slots__ = (
+        "_failed_at",
+        "_fetch_s",
+        "_first_at",
+        "_first_step_s",
+        "_last_at",
+        "_num_tokens",
+        "_prefill_s",
+        "_prefilling_since",
+        "_received_at",
+        "_recovery_s",
+        "_second_at",
+        "_tokenized_at",
+        "_transfer_s",
+    )
+
     def __init__(self, received_at: float) -> None:
         self._received_at = received_at
         self._tokenized_at = received_at
@@ -58,17 +74,18 @@ class Timeline:
     def tokens(self, num_new: int, now: float) -> float:
         """`num_new` tokens have become part of the output: so long after the ones before, or after the request."""
         before = self._received_at if self._last_at is None else self._last_at
-        if num_new and self._failed_at is not None:
+        if not num_new:
+            return now - before
+        if self._failed_at is not None:
             self._recovery_s += now - self._failed_at
             self._failed_at = None
-        for _ in range(min(num_new, 2)):
+        if self._second_at is None:
+            if self._first_at is not None or num_new > 1:
+                self._second_at = now
             if self._first_at is None:
                 self._first_at = now
-            elif self._second_at is None:
-                self._second_at = now
-        if num_new:
-            self._num_tokens += num_new
-            self._last_at = now
+        self._num_tokens += num_new
+        self._last_at = now
         return now - before
 
     def prefill_started(self, now: float) -> None:

@@ -30,6 +30,7 @@ from router.events import (
     HandedOff,
     Hello,
     JobFailed,
+    StepBatch,
     StepTokens,
     WorkerEvent,
     WorkerMessage,
@@ -95,7 +96,15 @@ class Consumer(Protocol):
         """The worker is gone, with all it had of the request. It is detached already."""
 
     def on_bug(self, error: Exception) -> None:
-        """`on_event` raised: end the request with an internal error."""
+        """`on_event` raised, or what is learned from an event did: end the request with an internal error."""
+
+
+class Flow(Protocol):
+    """A request in its steady state: a token of the same attempt comes from the same worker with each step."""
+
+    def take(self, index: int, token_id: int, num_local_prefill_tokens: int, now: float) -> bool:
+        """Token number `index` has come, and nothing else; see StepTokens. False, and nothing has changed: it takes
+        `on_event`. May end the request; raises no PdServeError."""
 
 
 class Worker:
@@ -139,6 +148,8 @@ class Worker:
         self._on_load = on_load
         self._session: Session | None = None
         self._consumers: dict[str, Consumer] = {}
+        self._flows: dict[str, tuple[int, Flow, Consumer]] = {}
+        """Of requests in their steady state, with the attempt."""
         self._charges: dict[str, Charge] = {}
         self._unqueued: dict[str, float] = {}
         """When prompts were charged that had nobody in front."""
@@ -148,6 +159,8 @@ class Worker:
         self._foreign = _NO_CHARGE
         """What others have sent there."""
         self._orphans: OrderedDict[tuple[str, int], None] = OrderedDict()
+        self._step_measured = False
+        """A prompt of this message, which is about one step, has told what it has taken."""
         self._problem: str | None = None
         self._left_in_order = False
         """Whether it was draining when it was lost."""
@@ -182,7 +195,6 @@ class Worker:
         """What placement sees of it."""
         foreign, costs = self._foreign, self.costs
         foreign_prompt = foreign.prompt
-        prefill, step, handover, fetch = costs.known_prefill, costs.known_step, costs.known_handover, costs.known_fetch
         return WorkerView(
             key=self.key,
             role=self.info.role,
@@ -194,11 +206,11 @@ class Worker:
             num_sequences=self._num_sequences + foreign.num_sequences,
             prefill_tokens=self._backlog.num_tokens + (foreign_prompt.num_left if foreign_prompt else 0),
             waits=self._backlog.waits(foreign_prompt.seconds if foreign_prompt else 0.0),
-            prefill=None if prefill is None else prefill.coefficients,
-            step=None if step is None else step.coefficients,
-            handover=None if handover is None else handover.coefficients,
+            prefill=costs.believed_prefill,
+            step=costs.believed_step,
+            handover=costs.believed_handover,
             handover_nbytes=costs.handover_nbytes,
-            fetch=None if fetch is None else fetch.coefficients,
+            fetch=costs.believed_fetch,
             fetch_nbytes=costs.fetch_nbytes,
             fetch_odds=costs.fetch_odds,
             chunk_tokens=self.info.prefill_chunk_tokens,
@@ -215,15 +227,28 @@ class Worker:
     def spend(self, seconds: float) -> None:
         """It has got work of ours that is expected to take so long."""
         # Placement sees it with the charge that follows.
-        self._spent_s += seconds
+        self._spent_s = self.costs.shares.spend(self._spent_s, seconds)
+
+    def join(self, spent_s: float) -> None:
+        """It is new, and is taken to have had so much work."""
+        self._spent_s = self.costs.shares.level(spent_s)
 
     def attach(self, request_id: str, consumer: Consumer) -> None:
         """Send the request's events to `consumer` from now on."""
         self._consumers[request_id] = consumer
 
+    def flows(self, request_id: str, attempt: int, flow: Flow) -> None:
+        """The request is in its steady state until its next event of another kind, or `detach`."""
+        if (consumer := self._consumers.get(request_id)) is not None:
+            self._flows[request_id] = attempt, flow, consumer
+            # It has sent tokens. The request may have been charged anew since, when the report of its hand-off came
+            # after them, and its later events say nothing of what others meet.
+            self._unproven.discard(request_id)
+
     def detach(self, request_id: str) -> None:
         """The request has nothing to do with this worker any more. Harmless if it never had."""
         self._consumers.pop(request_id, None)
+        self._flows.pop(request_id, None)
         self._unproven.discard(request_id)
         self._breaker.withdrawn(request_id)
         self.discharge(request_id)
@@ -285,6 +310,9 @@ class Worker:
 
     def on_message(self, message: WorkerMessage) -> None:
         """See SessionListener."""
+        self._step_measured = False
+        if message.step is not None:
+            self._deliver_step(message.step)
         for event in message.events:
             self._deliver(event)
         if message.stats is not None:
@@ -342,6 +370,7 @@ class Worker:
         self._foreign = _NO_CHARGE
         self._unproven.clear()
         consumers, self._consumers = self._consumers, {}
+        self._flows.clear()
         for request_id in list(self._charges):
             self._take_back(request_id)
         self._on_load(self.view())
@@ -352,13 +381,30 @@ class Worker:
                 self._contain(consumer, error)
         self._on_change()
 
+    def _deliver_step(self, step: StepBatch) -> None:
+        """Nearly all that a router has to do with workers is here, so the usual case makes no event."""
+        now, flows = time.monotonic(), self._flows
+        for request_id, attempt, index, token_id, prefilled in zip(
+            step.request_ids, step.attempts, step.indices, step.token_ids, step.local_prefills, strict=True
+        ):
+            flow = flows.get(request_id)
+            if flow is not None and flow[0] == attempt:
+                try:
+                    if flow[1].take(index, token_id, prefilled, now):
+                        continue
+                except Exception as error:
+                    self._contain(flow[2], error)
+                    continue
+            self._deliver(StepTokens(request_id, attempt, index, (token_id,), None, 0.0, prefilled))
+
     def _deliver(self, event: WorkerEvent) -> None:
+        self._flows.pop(event.request_id, None)
         consumer = self._consumers.get(event.request_id)
         if consumer is None:
             self._stop_orphan(event)
             return
-        self._learn(event)
         try:
+            self._learn(event)
             consumer.on_event(self, event)
         except Exception as error:
             self._contain(consumer, error)
@@ -382,7 +428,9 @@ class Worker:
                         num_tokens=charge.prompt.num_tokens,
                         fetch_expected=charge.prompt.fetch_expected,
                         view=self.view(),
+                        apart=not self._step_measured,
                     )
+                    self._step_measured = True
                 charged_at = self._unqueued.get(event.request_id)
                 if charged_at is not None:
                     self.costs.first_token_came(event, time.monotonic() - charged_at)
@@ -419,6 +467,7 @@ class Worker:
             # What others had computed. Part of a prompt of ours is taken for theirs until its first token comes.
             num_tokens = stats.prefill_tokens_total - self._prefill_total - self._computed_tokens
             self._spent_s += num_tokens * self.costs.usual_token_s
+        self._spent_s = self.costs.shares.level(self._spent_s)
         self._prefill_total, self._computed_tokens = stats.prefill_tokens_total, 0
         if self.state is not WorkerState.INCOMPATIBLE:
             self.state = WorkerState.DRAINING if stats.draining else WorkerState.READY

@@ -11,7 +11,7 @@ from typing import Final
 from pdserve.kv_layout import DTYPE_NBYTES
 from pdserve.types import Role
 from pdserve.worker_info import WorkerInfo
-from router.cost import NUM_FIRST, OnlineFit, PrefillModel, StepModel, TransferModel
+from router.cost import OnlineFit, Peers, PrefillModel, Shares, Standing, StepModel, TransferModel
 from router.events import FirstToken, HandedOff, StepTokens
 from router.placement import SharedView, WorkerView
 
@@ -28,25 +28,31 @@ LEAST_PART: Final = 0.1
 
 
 class CostModels:
-    """Of one worker, or of several together."""
+    """Of one worker, or of several together (`mixed`)."""
 
-    def __init__(self) -> None:
-        self.prefill = PrefillModel()
+    def __init__(self, *, mixed: bool) -> None:
+        self.prefill = PrefillModel(mixed=mixed)
         self.handover = TransferModel()
         """To decode workers."""
         self.fetch = TransferModel()
         """From other workers' caches."""
-        self.step = StepModel()
+        self.step = StepModel(mixed=mixed)
 
 
 class SharedCosts(CostModels):
     """Of all workers that a router knows."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__(mixed=True)
         self.num_changes = 0
         """Grows with whatever is learned."""
-        self.overhead = {role: OnlineFit((OVERHEAD_S,)) for role in Role}
+        self.prefill_peers = {role: Peers(PrefillModel(mixed=True)) for role in Role}
+        self.shares = {role: Shares() for role in Role}
+        # Only workers of one role do these.
+        self.handover_peers = Peers(self.handover)
+        self.fetch_peers = Peers(self.fetch)
+        self.step_peers = Peers(self.step)
+        self.overhead = {role: OnlineFit((OVERHEAD_S,), mixed=True) for role in Role}
         """What a prompt with nobody in front takes beside fetch and compute: messages, the reservation at the decode
         worker, event loops. It varies more from one time to the next than from one worker to the other."""
 
@@ -65,13 +71,17 @@ class SharedCosts(CostModels):
 
 class WorkerCosts(CostModels):
     """Of one worker. Until enough was measured on it, it is thought to be like the others: one that is thought to be
-    slow, because its first prompts were, would not be measured again."""
+    slow, because its first prompts were, would not be measured again. The same when that was long ago; see Standing."""
 
     def __init__(self, info: WorkerInfo, others: SharedCosts) -> None:
         """`others` are the models of all workers together, this one included; they are fed here, too."""
-        super().__init__()
+        super().__init__(mixed=False)
         self._others = others
         self._role = info.role
+        self._prefill = Standing(self.prefill, others.prefill_peers[info.role])
+        self._handover = Standing(self.handover, others.handover_peers)
+        self._fetch = Standing(self.fetch, others.fetch_peers)
+        self._step = Standing(self.step, others.step_peers)
         self.fetch_odds = 1.0
         """Part of the fetches expected of it that it has made."""
         # Of a token.
@@ -82,24 +92,46 @@ class WorkerCosts(CostModels):
         self._last_step_s = 0.0
 
     @property
+    def shares(self) -> Shares:
+        """Of the work that its role has had."""
+        return self._others.shares[self._role]
+
+    @property
     def known_prefill(self) -> PrefillModel | None:
         """Its own model, once it is one."""
-        return self.prefill if self.prefill.num_observations >= NUM_FIRST else None
+        return self._prefill.known
 
     @property
     def known_step(self) -> StepModel | None:
         """Its own model, once it is one."""
-        return self.step if self.step.num_observations >= NUM_FIRST else None
+        return self._step.known
+
+    # What is believed of it: coefficients of its models, or None if it is thought to be like the others.
 
     @property
-    def known_handover(self) -> TransferModel | None:
-        """Its own model, once it is one."""
-        return self.handover if self.handover.num_observations >= NUM_FIRST else None
+    def believed_prefill(self) -> tuple[float, float, float] | None:
+        """Of its PrefillModel."""
+        return _scaled(self._prefill) if self._prefill.known else None
 
     @property
-    def known_fetch(self) -> TransferModel | None:
-        """Its own model, once it is one."""
-        return self.fetch if self.fetch.num_observations >= NUM_FIRST else None
+    def believed_step(self) -> tuple[float, float, float] | None:
+        """Of its StepModel."""
+        return _scaled(self._step) if self._step.known else None
+
+    @property
+    def believed_handover(self) -> tuple[float, float] | None:
+        """Of its TransferModel to decode workers."""
+        return _scaled_pair(self._handover) if self._handover.known else None
+
+    @property
+    def believed_fetch(self) -> tuple[float, float] | None:
+        """Of its TransferModel from other workers' caches."""
+        return _scaled_pair(self._fetch) if self._fetch.known else None
+
+    def leave(self) -> None:
+        """The worker is gone. Once only."""
+        for standing in (self._prefill, self._handover, self._fetch, self._step):
+            standing.leave()
 
     @property
     def token_s(self) -> float:
@@ -111,15 +143,18 @@ class WorkerCosts(CostModels):
         """The same of all workers together."""
         return self._others.prefill.token_s
 
-    def prompt_computed(self, event: FirstToken, *, num_tokens: int, fetch_expected: bool, view: WorkerView) -> None:
-        """A prompt of `num_tokens` is computed, on a worker that was as `view` says."""
+    def prompt_computed(
+        self, event: FirstToken, *, num_tokens: int, fetch_expected: bool, view: WorkerView, apart: bool = True
+    ) -> None:
+        """A prompt of `num_tokens` is computed, on a worker that was as `view` says. `apart`: not in a step with the
+        one before."""
         num_fetched = event.num_fetched_tokens
         if fetch_expected:
             self.fetch_odds += ODDS_MEMORY * ((num_fetched > 0) - self.fetch_odds)
         if num_fetched > 0:
             self._others.num_changes += 1
-            for models in (self, self._others):
-                models.fetch.add(num_fetched * self.fetch_nbytes, event.fetch_s)
+            for transfers in self._fetch.measured():
+                transfers.add(num_fetched * self.fetch_nbytes, event.fetch_s)
         prefill_s = event.compute_s or event.prefill_s
         if event.compute_s == 0.0 and view.role is Role.DECODE and view.chunk_tokens and view.num_sequences > 1:
             # Beside each of its chunks the others have made a step.
@@ -127,8 +162,8 @@ class WorkerCosts(CostModels):
             step_s = (self.known_step or self._others.step).predict(view.held_tokens, view.num_sequences)
             prefill_s = max(LEAST_PART * prefill_s, prefill_s - num_chunks * step_s)
         self._others.num_changes += 1
-        for models in (self, self._others):
-            models.prefill.add(num_tokens, event.num_cached_tokens, prefill_s)
+        for prompts in (*self._prefill.measured(), self._others.prefill):
+            prompts.add(num_tokens, event.num_cached_tokens, prefill_s, apart=apart)
 
     def first_token_came(self, event: FirstToken, after_s: float) -> None:
         """The first token of a prompt that had nobody in front has come `after_s` after its dispatch."""
@@ -141,17 +176,29 @@ class WorkerCosts(CostModels):
         if event.kv_bytes <= 0:
             return False
         self._others.num_changes += 1
-        for models in (self, self._others):
-            models.handover.add(event.kv_bytes, max(event.transfer_s, LEAST_TRANSFER_S))
+        for transfers in self._handover.measured():
+            transfers.add(event.kv_bytes, max(event.transfer_s, LEAST_TRANSFER_S))
         return True
 
     def step_done(self, event: StepTokens, *, num_tokens: int, num_sequences: int) -> bool:
         """A step with so many sequences of so many tokens is over. It is measured for those that were new in it. False:
         there is nothing to learn."""
-        if event.first_step_s == self._last_step_s or event.first_step_s <= 0.0:
+        if num_sequences == 0 or event.first_step_s == self._last_step_s or event.first_step_s <= 0.0:
             return False
         self._last_step_s = event.first_step_s
         self._others.num_changes += 1
-        for models in (self, self._others):
-            models.step.add(num_tokens, num_sequences, event.first_step_s)
+        for steps in self._step.measured():
+            steps.add(num_tokens, num_sequences, event.first_step_s)
         return True
+
+
+def _scaled(standing: Standing[PrefillModel] | Standing[StepModel]) -> tuple[float, float, float]:
+    factor = standing.believed
+    a, b, c = standing.own.coefficients
+    return factor * a, factor * b, factor * c
+
+
+def _scaled_pair(standing: Standing[TransferModel]) -> tuple[float, float]:
+    factor = standing.believed
+    fixed, per_byte = standing.own.coefficients
+    return factor * fixed, factor * per_byte

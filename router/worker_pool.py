@@ -280,7 +280,7 @@ class WorkerPool:
             breaker=self._breakers.setdefault(info.worker_id, CircuitBreaker()),
         )
         # A new worker is not owed what the others have done before it came.
-        worker.spend(min((peer.spent_s for peer in peers), default=0.0))
+        worker.join(min((peer.spent_s for peer in peers), default=0.0))
         if problem is not None:
             log.error("%s worker %s gets no work from this router: %s", info.role.value, info.worker_id, problem)
         session = self._open_session(info, router_id=self._router_id, health=self._health, listener=worker)
@@ -307,6 +307,7 @@ class WorkerPool:
             worker.registered = False
         worker.give_up("the router stopped using it")
         self._fleet.remove(key)
+        worker.costs.leave()
         if self._breakers[key.worker_id].spotless and all(k.worker_id != key.worker_id for k in self._workers):
             del self._breakers[key.worker_id]
         self._num_stale_events_before += worker.num_stale_events

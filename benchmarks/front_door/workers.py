@@ -57,7 +57,7 @@ class SteppingDecodeWorker(FakeDecodeWorker):
             self._step()
 
     def _step(self) -> None:
-        by_router: dict[str, list[pb.DecodeEvent]] = {}
+        by_router: dict[str, tuple[pb.StepBatch, list[pb.DecodeEvent]]] = {}
         for key, (job, index) in list(self._sequences.items()):
             token = self._token_ids[index % len(self._token_ids)]
             finish = job.finish_reason(index, token)
@@ -65,14 +65,21 @@ class SteppingDecodeWorker(FakeDecodeWorker):
                 self._sequences[key] = (job, index + 1)
             else:
                 del self._sequences[key]
-            tokens = pb.StepTokens(
-                request_id=job.request_id, attempt=job.attempt, first_index=index, token_ids=(token,),
-                finish_reason=finish_to_proto(finish),
-            )  # fmt: skip
-            by_router.setdefault(job.router_id, []).append(pb.DecodeEvent(tokens=tokens))
+            batch, events = by_router.setdefault(job.router_id, (pb.StepBatch(), []))
+            if finish is None:
+                batch.request_ids.append(job.request_id)
+                batch.attempts.append(job.attempt)
+                batch.first_indices.append(index)
+                batch.token_ids.append(token)
+            else:
+                tokens = pb.StepTokens(
+                    request_id=job.request_id, attempt=job.attempt, first_index=index, token_ids=(token,),
+                    finish_reason=finish_to_proto(finish),
+                )  # fmt: skip
+                events.append(pb.DecodeEvent(tokens=tokens))
             self.num_tokens += 1
-        for router_id, events in by_router.items():
-            self._emit(router_id, pb.DecodeEvents(events=events))
+        for router_id, (batch, events) in by_router.items():
+            self._emit(router_id, pb.DecodeEvents(step=batch, events=events))
 
     def _cancel(self, cancel: pb.CancelJob) -> None:
         self._sequences.pop((cancel.request_id, cancel.attempt), None)

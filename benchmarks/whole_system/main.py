@@ -6,7 +6,7 @@ import asyncio
 import sys
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any, TypeVar
 
 import psutil
@@ -19,11 +19,12 @@ from benchmarks.harness.workloads import Decode, PeerError, Prefill
 from benchmarks.peers.catalogue import Paths, default_cache
 from benchmarks.peers.llama_cpp import model_files
 from benchmarks.peers.llama_server import SERVED_FORMATS, LlamaServer
-from pdserve.bench.arrivals import poisson_arrivals
-from pdserve.bench.experiments import GoodputSearch, Interference, decode_scaling, prefill_scaling
+from benchmarks.whole_system.goodput import LAYOUTS as GOODPUT_LAYOUTS
+from benchmarks.whole_system.goodput import MIXES, GoodputGrid, over
+from pdserve.bench.experiments import Interference, decode_scaling, prefill_scaling
 from pdserve.bench.lengths import Lengths
 from pdserve.bench.prompts import PromptMaker
-from pdserve.bench.run import RunResult, measure
+from pdserve.bench.run import measure
 from pdserve.bench.statistics import Slo
 from pdserve.bench.synthetic import random_requests
 from pdserve.bench.targets import GrpcTarget, OpenAiTarget, Target
@@ -80,15 +81,15 @@ class Benchmark:
                 self._report.add(f"foreign_cores_{part}", cores, "cores", note=doubt)
 
     def _on_cluster(
-        self, part: str, layout: str, use: Callable[[LocalCluster, Target, PromptMaker], Awaitable[ResultT]],
-        *, http: bool = False,
+        self, part: str, layout: str | Mapping[str, Any],
+        use: Callable[[LocalCluster, Target, PromptMaker], Awaitable[ResultT]], *, http: bool = False,
     ) -> ResultT:  # fmt: skip
-        """Start a cluster, use it, stop it."""
+        """Start a cluster, use it, stop it. `layout`: settings, or the name of those."""
         overrides = {
             "model.path": MODEL, "engine.kind": "cpu", "router.listen": "127.0.0.1:0",
             # Greedy answers to random prompts repeat themselves, which n-gram drafts predict far better than real text.
             "decode.speculation.method": "off",
-            **LAYOUTS[layout],
+            **(LAYOUTS[layout] if isinstance(layout, str) else layout),
         }  # fmt: skip
 
         async def main(cluster: LocalCluster) -> ResultT:
@@ -239,36 +240,35 @@ class Benchmark:
         self._report.add("ttft_512_over_bare_prefill", ttft_ms / bare_ms, "x", bar="<= 1.1", note=note)
 
     def _goodput(self) -> None:
-        count = 20 if self._quick else 100
-        search = GoodputSearch(
-            attainment=0.9, start_rate=1.0, tolerance=0.3 if self._quick else 0.08, max_runs=4 if self._quick else 12
-        )  # fmt: skip
-        found: dict[str, float] = {}
+        prompt, decode = Prefill(tokens=512), Decode(batch=4, context=512, steps=16)
+        rig = self._rig(decode)
+        prompt_s = min(rig.prefill_s(prompt) for _ in range(2))
+        grid = GoodputGrid(
+            SLO,
+            loads=(0.6,) if self._quick else (0.45, 0.65, 0.85),
+            run_s=5.0 if self._quick else 8.0,
+            prompt_token_s=prompt_s / prompt.tokens,
+            output_token_s=min(rig.step_times_s(decode)) / decode.batch,
+        )
+        # Its threads and its memory are not there while servers are measured.
+        del rig
+        for layout, overrides in GOODPUT_LAYOUTS.items():
 
-        for layout in LAYOUTS:
+            async def use(_: LocalCluster, target: Target, maker: PromptMaker, name: str = layout) -> None:
+                await grid.add(name, target, maker)
 
-            async def use(_: LocalCluster, target: Target, maker: PromptMaker, name: str = layout) -> float:
-                tried = 0
-
-                async def run_at(rate: float) -> RunResult:
-                    nonlocal tried
-                    requests = random_requests(
-                        maker, count, prompt=Lengths(128, 1024), output=Lengths(64, 64), seed=0,
-                        first_name=tried * count,
-                    )  # fmt: skip
-                    tried += 1
-                    times = poisson_arrivals(count, rate, seed=0)
-                    timed = [replace(r, arrival_s=at) for r, at in zip(requests, times, strict=True)]
-                    return await measure(target, timed, name=f"{name} at {rate:.3g}/s", slo=SLO)
-
-                return await search.add(name, run_at)
-
-            found[layout] = self._on_cluster("goodput", layout, use)
-        self._report.samples["goodput"] = search.outcome().findings
-        note = ", ".join(f"{name} {rate:.2f}" for name, rate in found.items()) + f" req/s; {count} requests a run"
-        for name in ("split", "lending"):
-            ratio = found[name] / found["colocated"] if found["colocated"] else None
-            self._report.add(f"goodput_{name}_over_colocated", ratio, "x", bar=">= 1.2", note=note)
+            self._on_cluster("goodput", overrides, use)
+        self._report.samples["goodput"] = {
+            f"{mix} {layout}": [asdict(point) for point in points] for (mix, layout), points in grid.points.items()
+        }
+        for mix in MIXES:
+            rates, note = grid.rates(mix.name), grid.note(mix.name)
+            told = ", ".join(f"{layout} {rate:.2f}" for layout, rate in rates.items()) + " req/s"
+            bar = ">= 1.2" if mix is MIXES[0] else None
+            ratio = over(rates, "split", "colocated")
+            self._report.add(f"goodput_{mix.name}_split_over_colocated", ratio, "x", bar=bar, note=told)
+            met = over(grid.met(mix.name), "conditional", "split", "colocated")
+            self._report.add(f"goodput_{mix.name}_conditional_over_best", met, "x", bar=">= 0.97", note=note)
 
     def _overhead(self) -> None:
         """CPU of the router, by token. Shells of workers share a process with the engine; they are not in it."""

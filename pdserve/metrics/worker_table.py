@@ -98,6 +98,11 @@ FETCHES: Final = counter(
     "outcome",
 )
 FETCHED_BYTES: Final = counter("pdserve_worker_fetched_bytes_total", "KV that came from other workers' caches")
+GRPC_CALLS: Final = counter(
+    "pdserve_worker_grpc_calls_total",
+    "Calls over gRPC that have ended, by method (unknown: one that is not served) and status",
+    "method", "status",
+)  # fmt: skip
 STRANGERS: Final = counter(
     "pdserve_worker_strangers_total",
     "Connections and calls refused because of who made them, by port (grpc, metrics, and the KV transports local and "
@@ -111,5 +116,6 @@ WORKER_METRICS: Final = (
     BUILD_INFO, ENGINE_RANKS, STEP, STEP_SEQUENCES, STEP_TOKENS, STEP_FAILURES, STEP_RUNNING, TOKENS,
     REQUESTS, QUEUED_TOKENS, BLOCKS, BLOCK_TOKENS, PREEMPTIONS, DRAFT_TOKENS, DRAFT_MODEL_TOKENS,
     HANDOFFS, HANDOFFS_LIVE, HANDOFF_TIME, LINKS,
-    TRANSFER_BYTES, TRANSFER_CHUNKS, TRANSFER_ERRORS, TRANSFER_FALLBACKS, FETCHES, FETCHED_BYTES, STRANGERS, DRAINING,
+    TRANSFER_BYTES, TRANSFER_CHUNKS, TRANSFER_ERRORS, TRANSFER_FALLBACKS, FETCHES, FETCHED_BYTES, GRPC_CALLS,
+    STRANGERS, DRAINING,
 )  # fmt: skip

@@ -19,6 +19,7 @@ from redis.asyncio import ConnectionPool, Redis
 from redis.asyncio.retry import Retry
 from redis.backoff import ExponentialWithJitterBackoff
 from redis.commands.core import AsyncScript
+from redis.driver_info import DriverInfo
 from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import NoScriptError, RedisError
 
@@ -252,6 +253,8 @@ def _client(url: str, shown: str, login: StoreLogin) -> Redis:
             max_connections=MAX_CONNECTIONS,
             protocol=2,
             decode_responses=False,
+            # Otherwise each connection looks for the version of the library in its files.
+            driver_info=DriverInfo(),
             # The time-out of the whole call is the only one. With its own, redis-py sends through asyncio.wait_for,
             # which in Python 3.11 loses a cancellation, and so our time-out, that comes as the send completes.
             socket_timeout=None,

@@ -137,13 +137,18 @@ class RequestJournal:
         `unique`, because this process has drawn it, is claimed later in any case, and nobody waits. Raises
         AlreadyExistsError.
         """
-        if request_id in self._entries:
-            raise _in_use(request_id)
-        entry = _Entry(request_id, model, num_prompt_tokens, num_outputs, resume, tenant)
-        if not self._insert(entry) or self._degraded:
-            return
         if unique:
-            self._mark(request_id, self._due)
+            self.admit_own(
+                request_id,
+                model=model,
+                num_prompt_tokens=num_prompt_tokens,
+                num_outputs=num_outputs,
+                resume=resume,
+                tenant=tenant,
+            )
+            return
+        entry = _Entry(request_id, model, num_prompt_tokens, num_outputs, resume, tenant)
+        if not self._enter(entry) or self._degraded:
             return
         entry.tried = True
         try:
@@ -160,6 +165,20 @@ class RequestJournal:
             self._forget(request_id)
             raise _in_use(request_id)
         entry.created = True
+
+    def admit_own(
+        self,
+        request_id: str,
+        *,
+        model: str,
+        num_prompt_tokens: int,
+        num_outputs: int = 0,
+        resume: bytes = b"",
+        tenant: bytes = b"",
+    ) -> None:
+        """As `admit` of an id that is unique, for who cannot wait. Raises AlreadyExistsError for one that is not."""
+        if self._enter(_Entry(request_id, model, num_prompt_tokens, num_outputs, resume, tenant)):
+            self._mark(request_id, self._due)
 
     def adopt(self, record: RequestRecord, *, num_kept: int, resume: bytes = b"") -> None:
         """Go on with a record that this router has just taken over, of whose output the first `num_kept` tokens stand.
@@ -246,6 +265,12 @@ class RequestJournal:
                 await self._idle.wait()
         self._flushing = False
         return self.num_pending
+
+    def _enter(self, entry: _Entry) -> bool:
+        """Begin to follow a new request; False if there is no room for it. Raises AlreadyExistsError."""
+        if entry.request_id in self._entries:
+            raise _in_use(entry.request_id)
+        return self._insert(entry)
 
     def _insert(self, entry: _Entry) -> bool:
         if len(self._entries) >= self._max_entries:

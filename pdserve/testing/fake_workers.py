@@ -200,7 +200,7 @@ class FakeDecodeWorker(FakeWorker[pb.DecodeEvents], pb_grpc.DecodeWorkerServicer
             )
             first_step = False
             for _ in range(self.repeat_messages):
-                self._send(job, pb.DecodeEvent(tokens=step))
+                self._emit(job.router_id, _message_of(step))
             if finish is not None:
                 return
             await asyncio.sleep(0)
@@ -358,6 +358,21 @@ def _prompt_logprobs(job: GenerationJob) -> pb.PromptLogprobs | None:
     if scores is None:
         return None
     return pb.PromptLogprobs(request_id=job.request_id, attempt=job.attempt, first_index=1, logprobs=scores)
+
+
+def _message_of(step: pb.StepTokens) -> pb.DecodeEvents:
+    """As real workers send it."""
+    if step.finish_reason or step.first_step_s or step.HasField("logprobs"):
+        return pb.DecodeEvents(events=[pb.DecodeEvent(tokens=step)])
+    batch = pb.StepBatch(
+        request_ids=[step.request_id],
+        attempts=[step.attempt],
+        first_indices=[step.first_index],
+        token_ids=step.token_ids,
+        num_tokens=[len(step.token_ids)] if len(step.token_ids) != 1 else [],
+        local_prefill_tokens=[step.local_prefill_tokens] if step.local_prefill_tokens else [],
+    )
+    return pb.DecodeEvents(step=batch)
 
 
 def _first_token(job: GenerationJob, token: int) -> pb.FirstToken:

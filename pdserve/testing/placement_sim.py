@@ -6,11 +6,11 @@ statistics once a heartbeat, news of blocks after a delay.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final, Protocol
 
-from pdserve.testing.sim_workers import PrefillCost, SimClock, SimDecode, SimJob, SimPrefill
+from pdserve.testing.sim_workers import PrefillCost, SimClock, SimDecode, SimJob, SimPrefill, Trouble
 from pdserve.testing.traces import TracedRequest
 from pdserve.types import WorkerStats
 
@@ -55,6 +55,8 @@ class SimSettings:
     event_delay_s: float = 0.05
     """After which routers hear of stored and removed blocks."""
     heartbeat_s: float = 1.0
+    trouble: Mapping[str, Trouble] = field(default_factory=dict)
+    """Of prefill workers, by id."""
 
     @property
     def prefill_ids(self) -> list[str]:
@@ -108,7 +110,13 @@ class Simulation:
         self.clock = SimClock()
         self._settings = settings
         self._prefill = {
-            name: SimPrefill(name, self, cache_tokens=settings.cache_tokens, cost=settings.prefill)
+            name: SimPrefill(
+                name,
+                self,
+                cache_tokens=settings.cache_tokens,
+                cost=settings.prefill,
+                trouble=settings.trouble.get(name),
+            )
             for name in settings.prefill_ids
         }
         self._decode = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+import math
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -56,6 +57,22 @@ class PrefillCost:
     def chunk_s(self, begin: int, end: int) -> float:
         """Time of tokens [begin, end) alone."""
         return self.linear * (end - begin) + self.square * (end * end - begin * begin)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trouble:
+    """What goes wrong with a worker from `begin` to `end`, in seconds of the simulation."""
+
+    begin: float
+    end: float
+    slower: float = math.inf
+    """Everything that it begins meanwhile takes so many times as long. Infinite: it is stopped, and goes on after."""
+
+    def seconds(self, now: float, seconds: float) -> float:
+        """Of a step that begins now and takes so long without it."""
+        if math.isinf(self.slower):
+            return seconds + (self.end - max(now, self.begin) if now < self.end and now + seconds > self.begin else 0.0)
+        return seconds * self.slower if self.begin <= now < self.end else seconds
 
 
 class LruBlocks:
@@ -150,7 +167,15 @@ class SimPrefill:
 
     role = Role.PREFILL
 
-    def __init__(self, worker_id: str, reports: WorkerReports, *, cache_tokens: int, cost: PrefillCost) -> None:
+    def __init__(
+        self,
+        worker_id: str,
+        reports: WorkerReports,
+        *,
+        cache_tokens: int,
+        cost: PrefillCost,
+        trouble: Trouble | None = None,
+    ) -> None:
         self.worker_id = worker_id
         self.busy_s = 0.0
         """Time spent computing."""
@@ -162,6 +187,7 @@ class SimPrefill:
         self._running = False
         self._reports = reports
         self._cost = cost
+        self._trouble = trouble
 
     @property
     def stats(self) -> WorkerStats:
@@ -199,6 +225,8 @@ class SimPrefill:
         begin = num_tokens - prompt.num_left
         end = min(begin + CHUNK_TOKENS, num_tokens)
         seconds += self._cost.chunk_s(begin, end)
+        if self._trouble is not None:
+            seconds = self._trouble.seconds(self._reports.clock.now, seconds)
         prompt.seconds += seconds
         self._reports.clock.after(seconds, lambda: self._end_step(prompt, end - begin, seconds))
 

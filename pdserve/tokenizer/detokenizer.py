@@ -20,6 +20,8 @@ class IncrementalDetokenizer:
     to the output; if not, its U+FFFD belongs to the prompt.
     """
 
+    __slots__ = ("_at_start", "_is_whole", "_prompt_is_cut", "_skip_special_tokens", "_tokenizer", "_utf8")
+
     def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int], skip_special_tokens: bool = True) -> None:
         self._tokenizer = tokenizer
         self._skip_special_tokens = skip_special_tokens
@@ -34,11 +36,24 @@ class IncrementalDetokenizer:
             self._utf8.reset()
         self._at_start = not tail
         """Neither prompt nor output has any text yet."""
+        self._is_whole = False
+        """The text so far ends with a whole character, and nothing of the prompt touches what follows."""
 
     def push(self, ids: Iterable[int]) -> str:
         """Takes the next output tokens; the text that is certain now, often of one token less or none."""
         data = b"".join([self._tokenizer.id_to_bytes(i, self._skip_special_tokens) for i in ids])
-        return self._emit(self._utf8.decode(data))
+        text = self._emit(self._utf8.decode(data))
+        self._is_whole = not (self._at_start or self._prompt_is_cut or self._utf8.getstate()[0])
+        return text
+
+    def push_token(self, token_id: int) -> str:
+        """As `push` of one token. After whole characters a token of whole characters has one text, whatever it
+        follows."""
+        if self._is_whole:
+            text = self._tokenizer.id_to_text(token_id, self._skip_special_tokens)
+            if text is not None:
+                return text
+        return self.push((token_id,))
 
     def finish(self) -> str:
         """The rest, at the end of the output: U+FFFD if it ends inside a character, otherwise nothing."""

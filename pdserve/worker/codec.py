@@ -69,7 +69,7 @@ def decode_command_from_proto(message: pb.DecodeCommand) -> DecodeCommand:
     """As `prefill_command_from_proto`."""
     match message.WhichOneof("command"):
         case "hello":
-            return Hello(router_id=message.hello.router_id)
+            return Hello(router_id=message.hello.router_id, reads_step_batch=message.hello.reads_step_batch)
         case "submit":
             try:
                 return SubmitLocal(job=job_from_proto(message.submit))
@@ -126,10 +126,68 @@ def decode_events_to_proto(
 ) -> pb.DecodeEvents:
     """One message of a decode session. With `hello` (the first one) the statistics are part of it."""
     message = pb.DecodeEvents(events=[_decode_event(e) for e in events])
+    _add_facts(message, hello, stats)
+    return message
+
+
+def decode_batches_to_proto(
+    events: Sequence[DecodeEvent], hello: WorkerInfo | None, stats: WorkerStats | None
+) -> pb.DecodeEvents:
+    """As `decode_events_to_proto`, for routers that read StepBatch: an eighth of the time for each token, at both
+    ends."""
+    batch, others = _batched(events)
+    message = pb.DecodeEvents(step=batch) if batch is not None else pb.DecodeEvents()
+    if others:
+        message.events.extend([_decode_event(e) for e in others])
+    _add_facts(message, hello, stats)
+    return message
+
+
+def _add_facts(message: pb.DecodeEvents, hello: WorkerInfo | None, stats: WorkerStats | None) -> None:
     if hello is not None:
         message.hello.CopyFrom(_hello(hello, stats))
     elif stats is not None:
         message.stats.CopyFrom(stats_to_proto(stats))
+
+
+def _batched(events: Sequence[DecodeEvent]) -> tuple[pb.StepBatch | None, Sequence[DecodeEvent]]:
+    """The tokens that can be sent as lists, if there are any, and the other events. The lists are read before those, so
+    they have nothing that comes after another event of the same request."""
+    others: list[DecodeEvent] = []
+    ids_of_others: set[str] = set()
+    batch: list[StepTokens] = []
+    for event in events:
+        plain = (
+            isinstance(event, StepTokens)
+            and event.finish_reason is None
+            and not event.first_step_s
+            and not event.logprobs
+            and event.id.request_id not in ids_of_others
+        )
+        if plain:
+            assert isinstance(event, StepTokens), "just looked at"
+            batch.append(event)
+        else:
+            others.append(event)
+            ids_of_others.add(event.id.request_id)
+    return (_step_batch(batch) if batch else None), others
+
+
+def _step_batch(batch: Sequence[StepTokens]) -> pb.StepBatch:
+    message = pb.StepBatch(
+        request_ids=[event.id.request_id for event in batch],
+        attempts=[event.id.attempt for event in batch],
+        first_indices=[event.first_index for event in batch],
+        token_ids=[token_id for event in batch for token_id in event.token_ids],
+    )
+    num_tokens = [len(event.token_ids) for event in batch]
+    if num_tokens.count(1) != len(batch):
+        message.num_tokens.extend(num_tokens)
+    if any(event.local_prefill_tokens for event in batch):
+        message.local_prefill_tokens.extend([event.local_prefill_tokens for event in batch])
+    if any(event.num_accepted or event.num_rejected for event in batch):
+        message.accepted_draft_tokens.extend([event.num_accepted for event in batch])
+        message.rejected_draft_tokens.extend([event.num_rejected for event in batch])
     return message
 
 

@@ -17,6 +17,8 @@ class Hello:
     """A router introduces itself."""
 
     router_id: str
+    reads_step_batch: bool = False
+    """Whether it can be sent what most steps bring as lists side by side."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,9 +148,10 @@ class HandedOff:
     """From the first token to the last byte stored."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+# Not frozen, as the others are: there is one for each token, and to make a frozen one takes three times as long.
+@dataclass(slots=True, kw_only=True)
 class StepTokens:
-    """Tokens of one request from one decode step."""
+    """Tokens of one request from one decode step. Nobody changes it."""
 
     id: HandoffId
     first_index: int

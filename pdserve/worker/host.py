@@ -20,6 +20,7 @@ from pdserve.config.schema import WorkerSection
 from pdserve.engine.engine import Engine, EngineLostError
 from pdserve.errors import ConfigError, StoreError
 from pdserve.metrics.listener import MetricsListener
+from pdserve.rpc.call_counting import CallCountingInterceptor
 from pdserve.security.identity import PeerRole
 from pdserve.security.internal import PLAINTEXT, Channels, InternalTls
 from pdserve.security.local_guard import LocalGuard
@@ -98,6 +99,7 @@ class WorkerHost:
             "metrics": Refusals(f"{role}.metrics_listen", WORKER_REASONS),
         }
         """Who was not let in, by port."""
+        self._calls = CallCountingInterceptor(f"{self.role.value.capitalize()}Worker/Session")
         self._metrics_listener: MetricsListener | None = None
         self._section = section
         self._engine_factory = engine_factory or load_model
@@ -129,7 +131,7 @@ class WorkerHost:
         self.endpoint = self._opened = GrpcEndpoint(
             self._section.listen,
             f"{self.role}.listen",
-            interceptors=guards,
+            interceptors=(self._calls, *guards),
             tls=None if tls is None else PortTls.internal(tls, self._refusals["grpc"]),
         )
         address = self._advertised()
@@ -187,7 +189,7 @@ class WorkerHost:
         listen = self._section.metrics_listen
         if listen is None:
             return
-        state = dataclasses.replace(state, refusals={**self._refusals, **state.refusals})
+        state = dataclasses.replace(state, refusals={**self._refusals, **state.refusals}, grpc_calls=self._calls.counts)
         exposition = self.metrics.exposition(self.info, self.runner, self._thread, state, time.monotonic)
         self._metrics_listener = MetricsListener(
             exposition,

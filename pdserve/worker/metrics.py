@@ -66,6 +66,8 @@ class WorkerState:
     transfers: Callable[[], TransferStats]
     refusals: Mapping[str, Refusals] = field(default_factory=dict)
     """By port: grpc, metrics, and KV transports that listen for themselves."""
+    grpc_calls: Mapping[tuple[str, str], int] = field(default_factory=dict)
+    """Calls that have ended, by method and status."""
     draft_model_tokens: Callable[[], Mapping[str, int]] = dict
     """By kind, if there is a draft model."""
 
@@ -109,6 +111,8 @@ class WorkerMetrics:
             self._read_transfers(state.transfers())
             for kind, number in state.draft_model_tokens().items():
                 values.set(table.DRAFT_MODEL_TOKENS, kind, to=number)
+            for (method, status), number in state.grpc_calls.items():
+                values.set(table.GRPC_CALLS, method, status, to=number)
             for port, account in state.refusals.items():
                 for reason, number in account.counts.items():
                     values.set(table.STRANGERS, port, reason.value, to=number)

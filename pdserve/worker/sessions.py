@@ -35,6 +35,8 @@ class SessionCodec(Generic[Request, Response, Command, Event]):
 
     decode: Callable[[Request], Command | Hello]
     encode: Callable[[Sequence[Event], WorkerInfo | None, WorkerStats | None], Response]
+    encode_batches: Callable[[Sequence[Event], WorkerInfo | None, WorkerStats | None], Response] | None = None
+    """The same for routers whose hello says that they read batches; None: the session has none."""
 
 
 class _Session(Generic[Event]):
@@ -43,13 +45,36 @@ class _Session(Generic[Event]):
     def __init__(self, router_id: str) -> None:
         self.router_id = router_id
         self.pending: list[Event] = []
-        self.stats_at = 0.0
-        """When the statistics are due, by the event loop's clock."""
+        self.stats_due = False
         self.closed_by: PdServeError | None = None
         """Why it ended; the router is told if it still listens."""
         self.changed = asyncio.Event()
         self.drained = asyncio.Event()
         self.drained.set()
+
+
+class _Beat(Generic[Event]):
+    """Says when a session's statistics are due. The timer is armed once for each time that they are sent."""
+
+    def __init__(self, session: _Session[Event], interval_s: float) -> None:
+        self._session = session
+        self._interval_s = interval_s
+        self._loop = asyncio.get_running_loop()
+        self._timer: asyncio.TimerHandle | None = None
+
+    def start(self) -> None:
+        """They are sent now: due again after the interval."""
+        self.stop()
+        self._timer = self._loop.call_later(self._interval_s, self._ring)
+
+    def stop(self) -> None:
+        """The session is over."""
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def _ring(self) -> None:
+        self._session.stats_due = True
+        self._session.changed.set()
 
 
 class SessionHub(Generic[Request, Response, Command, Event]):
@@ -98,7 +123,7 @@ class SessionHub(Generic[Request, Response, Command, Event]):
     def beat(self) -> None:
         """Send the statistics to every router now, for instance because the worker has begun to drain."""
         for session in self._sessions.values():
-            session.stats_at = 0.0
+            session.stats_due = True
             session.drained.clear()
             session.changed.set()
 
@@ -109,25 +134,32 @@ class SessionHub(Generic[Request, Response, Command, Event]):
         StaleAttemptError if the router opens another session, UnavailableError if it falls silent.
         """
         messages = aiter(requests)
-        session = self._open(await self._read_hello(messages))
+        hello = await self._read_hello(messages)
+        session = self._open(hello.router_id)
+        encode = self._codec.encode
+        if hello.reads_step_batch and self._codec.encode_batches is not None:
+            encode = self._codec.encode_batches
         reader = self._tasks.spawn(self._read(session, messages), f"session-{session.router_id}")
-        clock = asyncio.get_running_loop().time
+        beat = _Beat(session, self._heartbeat_s)
         try:
-            session.stats_at = clock() + self._heartbeat_s
-            yield self._codec.encode((), self._info, self._get_stats())
+            beat.start()
+            yield encode((), self._info, self._get_stats())
             while session.closed_by is None or session.pending:
-                await self._wait(session)
+                await session.changed.wait()
+                session.changed.clear()
                 events, session.pending = session.pending, []
                 stats: WorkerStats | None = None
-                if clock() >= session.stats_at:
-                    session.stats_at = clock() + self._heartbeat_s
+                if session.stats_due:
+                    session.stats_due = False
+                    beat.start()
                     stats = self._get_stats()
                 if events or stats is not None:
-                    yield self._codec.encode(events, None, stats)
+                    yield encode(events, None, stats)
                 if not session.pending:
                     session.drained.set()
             raise session.closed_by
         finally:
+            beat.stop()
             session.drained.set()
             self._end(session, UnavailableError("the stream has ended"))
             reader.cancel()
@@ -165,17 +197,7 @@ class SessionHub(Generic[Request, Response, Command, Event]):
         log.info("router disconnected: %s", reason, extra={"router": session.router_id})
         self._on_router_lost(session.router_id)
 
-    @staticmethod
-    async def _wait(session: _Session[Event]) -> None:
-        """Until there is something to send: events, the end, or statistics that are due."""
-        try:
-            async with asyncio.timeout_at(session.stats_at):
-                await session.changed.wait()
-        except TimeoutError:
-            return
-        session.changed.clear()
-
-    async def _read_hello(self, messages: AsyncIterator[Request]) -> str:
+    async def _read_hello(self, messages: AsyncIterator[Request]) -> Hello:
         try:
             async with asyncio.timeout(self._peer_timeout_s):
                 first = self._codec.decode(await anext(messages))
@@ -183,7 +205,7 @@ class SessionHub(Generic[Request, Response, Command, Event]):
             raise InvalidRequestError("session: the first message must be a hello, and none came") from None
         if not isinstance(first, Hello) or not first.router_id:
             raise InvalidRequestError("session: the first message must be a hello with a router_id", field="hello")
-        return first.router_id
+        return first
 
     async def _read(self, session: _Session[Event], messages: AsyncIterator[Request]) -> None:
         try:

@@ -107,11 +107,11 @@ class AdmissionControl:
         self._queue.pass_time(now)
         waiting.arrived_at = now
         forecast = self._predictor.forecast(waiting.needs)
-        self._price(waiting, forecast)
+        self._price(waiting, forecast, now)
         if forecast is not None:
             self._usable_at = now
             self._offered = (waiting, now, forecast)
-            forecast = forecast.slowed(self._slowdown.factor)
+            forecast = forecast.slowed(self._slowdown.factor(now))
         if forecast is not None and (refusal := self._hopeless(waiting, forecast, now)) is not None:
             self._refuse(refusal)
             return
@@ -224,7 +224,7 @@ class AdmissionControl:
             if raw is None:
                 # Too long for whoever is there now: it looks for workers by itself, and nobody has to wait for that.
                 return waiting
-            forecast = raw.slowed(self._slowdown.factor)
+            forecast = raw.slowed(self._slowdown.factor(now))
             longest_s = min(longest_s, self._longest_wait_s(forecast))
             has_place = forecast.has_room and forecast.wait_s <= longest_s
             expected_at = now
@@ -251,7 +251,7 @@ class AdmissionControl:
             return offered[2]
         return self._predictor.forecast(waiting.needs)
 
-    def _price(self, waiting: Waiting, forecast: Forecast | None) -> None:
+    def _price(self, waiting: Waiting, forecast: Forecast | None, now: float) -> None:
         """What it will take, and when its first token must be there."""
         waiting.first_by = min(waiting.received_at + self._limits.max_ttft_s, waiting.deadline)
         if forecast is None:
@@ -266,7 +266,7 @@ class AdmissionControl:
         waiting.work_s = max(prefill_work_s, decode_work_s)
         waiting.token_work_s = token_work_s if decode_work_s > prefill_work_s else 0.0
         waiting.expected_tokens = tokens
-        waiting.prefill_s = forecast.prefill_s * self._slowdown.factor + forecast.overhead_s
+        waiting.prefill_s = forecast.prefill_s * self._slowdown.factor(now) + forecast.overhead_s
         waiting.measured = forecast.measured
         if forecast.measured:
             waiting.first_by = min(

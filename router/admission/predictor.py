@@ -56,23 +56,22 @@ class WorkersPredictor:
         if choice is None:
             return None
         fleet, estimate = self._cluster.fleet, choice.estimate
-        decodes = fleet.usable & ~fleet.is_prefill
-        computes = decodes if choice.local else fleet.usable & fleet.is_prefill
-        context = fleet.held_tokens + needs.num_known_tokens
-        step_s = (
-            fleet.step_fixed + fleet.step_per_token * context + fleet.step_per_sequence * (fleet.num_sequences + 1.0)
-        )
-        token_work_s = fleet.step_per_sequence + fleet.step_per_token * needs.num_known_tokens
+        # Those that are usable.
+        decodes = fleet.decode_limit >= 0.0
+        num_decode = np.count_nonzero(decodes)
+        num_prefill = num_decode if choice.local else np.count_nonzero(fleet.prefill_limit >= 0.0)
+        of_mean = decodes / num_decode
+        context_s = float(of_mean @ fleet.step_per_token) * needs.num_known_tokens
         computing = choice.decode[0] if choice.prefill is None else choice.prefill
-        overhead_s = float(fleet.overhead_s[fleet.mask((computing,))][0])
+        overhead_s = float(fleet.overhead_s[fleet.row(computing)])
         return Forecast(
             wait_s=max(0.0, estimate.queue_s - overhead_s),
             prefill_s=max(LEAST_S, estimate.fetch_s + estimate.prefill_s),
             overhead_s=overhead_s,
-            num_prefill=float(np.count_nonzero(computes)),
-            step_s=float(step_s[decodes].mean()),
-            token_work_s=float(token_work_s[decodes].mean()),
-            num_decode=float(np.count_nonzero(decodes)),
+            num_prefill=float(num_prefill),
+            step_s=float(of_mean @ fleet.next_step_s) + context_s,
+            token_work_s=float(of_mean @ fleet.step_per_sequence) + context_s,
+            num_decode=float(num_decode),
             has_room=self._has_room(choice, needs),
             measured=self._cluster.is_timed(computing),
         )
@@ -81,6 +80,9 @@ class WorkersPredictor:
         """By what a worker has promised, or by what it really holds: outputs are shorter than they may become, and
         little has been promised since the worker counted."""
         fleet = self._cluster.fleet
-        in_use = fleet.column({key: self._cluster.tokens_in_use(key) for key in choice.decode})
-        left = fleet.pool_tokens - np.minimum(fleet.held_tokens, in_use)
-        return bool((left[fleet.mask(choice.decode)] >= needs.num_known_tokens).any())
+        for key in choice.decode:
+            row = fleet.row(key)
+            held_tokens = min(fleet.held_tokens[row], self._cluster.tokens_in_use(key))
+            if fleet.pool_tokens[row] - held_tokens >= needs.num_known_tokens:
+                return True
+        return False

@@ -19,10 +19,10 @@ ORDINARY_TOKENS: Final = 1024
 
 
 class PrefillModel:
-    """Of one worker."""
+    """Of one worker, or of several that may differ (`mixed`)."""
 
-    def __init__(self) -> None:
-        self._fit = OnlineFit(GUESS)
+    def __init__(self, *, mixed: bool = False) -> None:
+        self._fit = OnlineFit(GUESS, mixed=mixed)
 
     @property
     def coefficients(self) -> tuple[float, float, float]:
@@ -33,7 +33,12 @@ class PrefillModel:
     @property
     def token_s(self) -> float:
         """Seconds per token of prompts of which only the sum of their lengths is known."""
-        return self.predict(ORDINARY_TOKENS, 0) / ORDINARY_TOKENS
+        return self.ordinary_s / ORDINARY_TOKENS
+
+    @property
+    def ordinary_s(self) -> float:
+        """Seconds of a prompt of which nothing is known."""
+        return self.predict(ORDINARY_TOKENS, 0)
 
     @property
     def num_observations(self) -> int:
@@ -44,9 +49,13 @@ class PrefillModel:
         """Seconds for a prompt of which the first `num_cached` tokens need no compute."""
         return self._fit.predict(_features(num_tokens, num_cached))
 
-    def add(self, num_tokens: int, num_cached: int, duration_s: float) -> None:
-        """That prompt has taken `duration_s`."""
-        self._fit.add(_features(num_tokens, num_cached), duration_s)
+    def add(self, num_tokens: int, num_cached: int, duration_s: float, *, apart: bool = True) -> None:
+        """That prompt has taken `duration_s`. `apart`: not in a step with the one before."""
+        self._fit.add(_features(num_tokens, num_cached), duration_s, apart=apart)
+
+    def forget(self, num_missed: float) -> None:
+        """See OnlineFit."""
+        self._fit.forget(num_missed)
 
 
 def _features(num_tokens: int, num_cached: int) -> tuple[float, float, float]:

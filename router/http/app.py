@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Awaitable, Callable, Mapping
+from functools import cache
 from typing import Any, TypeAlias
 
 from starlette.applications import Starlette
@@ -50,13 +52,13 @@ def make_app(
     timelines = TimelineEndpoints(core)
     views = Views(core, default=CompletionEndpoint())
     assets, page, stream = PageAssets(), PageEndpoints(core), PageStream(core, feed)
-    document = openapi_document()
-    as_json, as_html = json.dumps(document).encode(), docs_page(document)
 
     async def openapi(request: Request) -> Response:
+        as_json, _ = await asyncio.to_thread(_documents)
         return Response(as_json, media_type="application/json")
 
     async def docs(request: Request) -> Response:
+        _, as_html = await asyncio.to_thread(_documents)
         # Nothing is loaded from elsewhere.
         return HTMLResponse(
             as_html, headers={"Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inline'"}
@@ -98,6 +100,14 @@ def make_app(
     # A redirect would lose the body of a POST, and its answer is no JSON.
     app.router.redirect_slashes = False
     return CountingApp(app if doorkeeper is None else AuthenticatedApp(app, doorkeeper), core.metrics)
+
+
+@cache
+def _documents() -> tuple[bytes, str]:
+    """The OpenAPI document as JSON and as a page. Made when somebody asks: it takes as long as the rest of the start of
+    a router that is already imported."""
+    document = openapi_document()
+    return json.dumps(document).encode(), docs_page(document)
 
 
 def _routes(endpoints: Mapping[str, Any]) -> list[Route]:

@@ -14,7 +14,7 @@ from typing import Self
 from starlette.types import Message, Receive, Scope, Send
 
 from router.core import RouterCore
-from router.http.connection import abort_connection
+from router.http.connection import abort_connection, chunk_writer
 from router.reader import Reader
 
 log = logging.getLogger(__name__)
@@ -40,6 +40,20 @@ class Attendant:
     bound of its own.
     """
 
+    __slots__ = (
+        "_beat",
+        "_beat_s",
+        "_chunks",
+        "_last_write",
+        "_on_gone",
+        "_receive",
+        "_scope",
+        "_send",
+        "_watcher",
+        "_write_timeout_s",
+        "_writing_since",
+    )
+
     def __init__(
         self,
         scope: Scope,
@@ -60,6 +74,19 @@ class Attendant:
         self._last_write = time.monotonic()
         self._writing_since: float | None = None
         self._watcher: asyncio.Task[None] | None = None
+        self._chunks = chunk_writer(scope)
+
+    @property
+    def writable(self) -> bool:
+        """Whether `write` may be called now, after the head of an answer: the client is there, and nobody has to
+        wait."""
+        return self._chunks is not None and self._chunks.ready
+
+    def write(self, data: bytes) -> None:
+        """Write a part of a body whose head has told no length."""
+        assert self._chunks is not None, "asked before whether it can be"
+        self._chunks.write(data)
+        self._last_write = time.monotonic()
 
     async def send(self, message: Message) -> None:
         """Write. Returns when the connection takes more; at once if the client has gone."""

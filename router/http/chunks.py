@@ -7,7 +7,8 @@ common is one string, made at its beginning.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import json.encoder
+from collections.abc import Callable, Sequence
 from typing import Final, Protocol
 
 from pdserve.tokenizer import Tokenizer
@@ -30,6 +31,9 @@ _NOT_YET: Final = '"finish_reason":null'
 
 _encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
 
+encode_text: Final[Callable[[str], str]] = json.encoder.encode_basestring
+"""What `_encode` is for a text."""
+
 
 class Frame:
     """What is around the choice in every chunk of one stream."""
@@ -45,6 +49,11 @@ class Frame:
         """One choice; `fields` and `usage` are JSON."""
         shown = self._usage if usage is None else f',"usage":{usage}'
         return f'{self._begin}{{"index":{index},{fields}}}]{shown}}}\n\n'
+
+    def around(self, index: int, fields: tuple[str, str]) -> tuple[str, str]:
+        """What is before and after the JSON text in chunks of nothing else; see ChoiceChunks.plain."""
+        before, after = fields
+        return f'{self._begin}{{"index":{index},{before}', f"{after}}}]{self._usage}}}\n\n"
 
     def usage(self, usage: str) -> str:
         """The last chunk, of no choice."""
@@ -65,6 +74,11 @@ class ChoiceChunks(Protocol):
 
     def close(self, summary: Summary) -> Sequence[str]:
         """At last the finish reason."""
+
+    @property
+    def plain(self) -> tuple[str, str] | None:
+        """If from now on `more` is one chunk for any new text, and none without: what is before and after the JSON of
+        the text in it. Else None."""
 
 
 class ChatChunks:
@@ -119,6 +133,13 @@ class ChatChunks:
         rest = (f'"delta":{{{shown}}},"logprobs":null,{_NOT_YET}',) if shown else ()
         return (*rest, f'"delta":{{}},"logprobs":null,{_ending(summary, self._tools)}')
 
+    @property
+    def plain(self) -> tuple[str, str] | None:
+        """See ChoiceChunks."""
+        if self._names is not None or self._token_ids or self._tools is not None:
+            return None
+        return '"delta":{"content":', f'}},"logprobs":null,{_NOT_YET}'
+
     def _parsed(self, tools: ToolOutput, text: str, *, last: bool = False) -> str:
         parsed = tools.push(text, last=last)
         parts = [f'"content":{_encode(parsed.content)}'] if parsed.content else []
@@ -163,6 +184,13 @@ class CompletionChunks:
     def close(self, summary: Summary) -> Sequence[str]:
         """See ChoiceChunks."""
         return (*self._open(), f'"text":"","logprobs":null,{_ending(summary)}')
+
+    @property
+    def plain(self) -> tuple[str, str] | None:
+        """See ChoiceChunks."""
+        if not self._opened or self._lists is not None or self._token_ids:
+            return None
+        return '"text":', f',"logprobs":null,{_NOT_YET}'
 
     def _open(self) -> Sequence[str]:
         if self._opened:

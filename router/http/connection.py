@@ -151,6 +151,35 @@ class HttpConnection(H11Protocol):
             self._head_timer = None
 
 
+class ChunkWriter:
+    """Writes parts of a body whose length no head has told, as HTTP/1.1 wants it: the same as to send them through
+    uvicorn and h11, at a fifth of the time. To be used between the head of the answer and its last part."""
+
+    __slots__ = ("_flow", "_transport")
+
+    def __init__(self, connection: HttpConnection) -> None:
+        self._flow = connection.flow
+        self._transport = connection.transport
+
+    @property
+    def ready(self) -> bool:
+        """Whether the client is there and reads, so that `write` may be called."""
+        return not (self._flow.write_paused or self._transport.is_closing())
+
+    def write(self, data: bytes) -> None:
+        """Write `data`."""
+        assert data, "an empty chunk is the end"
+        self._transport.write(b"%x\r\n%b\r\n" % (len(data), data))
+
+
+def chunk_writer(scope: Scope) -> ChunkWriter | None:
+    """For the answer to a request, if it is sent in chunks unless its length is told."""
+    connection: Any = scope.get("state", {}).get(_CONNECTION)
+    if scope["http_version"] != "1.1" or scope["method"] == "HEAD" or not isinstance(connection, HttpConnection):
+        return None
+    return ChunkWriter(connection)
+
+
 def abort_connection(scope: Scope) -> None:
     """End the connection that a request came on."""
     connection: Any = scope["state"][_CONNECTION]

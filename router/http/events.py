@@ -11,7 +11,7 @@ from pdserve.errors import InternalError, PdServeError
 from pdserve.tokenizer import Tokenizer
 from router.generation import Generation
 from router.http.attendant import Attendant
-from router.http.chunks import DONE, KEEP_ALIVE, KEEP_ALIVE_NUMBERED, ChoiceChunks, Frame
+from router.http.chunks import DONE, KEEP_ALIVE, KEEP_ALIVE_NUMBERED, ChoiceChunks, Frame, encode_text
 from router.http.errors import error_json
 from router.http.event_ids import END, Place, event_id
 from router.http.generation import Choice, choices_of, shown
@@ -38,10 +38,25 @@ MakeChunks = Callable[[Tokenizer, Choice], ChoiceChunks]
 class EventStream:
     """Streams one generation to one client.
 
+    What comes while it waits is written at once, without the task that runs `send`: see Sink.
+
     Without ids, one event has all that came together. With ids, tokens are shown one by one: what events there are
     then depends on the output alone, so that each client gets the same ones, however slow it is and wherever it goes
     on.
     """
+
+    __slots__ = (
+        "_chunks",
+        "_client",
+        "_frame",
+        "_generation",
+        "_meter",
+        "_num_skipped",
+        "_numbered",
+        "_places",
+        "_plain",
+        "_plan",
+    )
 
     def __init__(
         self, generation: Generation, plan: Plan, tokenizer: Tokenizer, make: MakeChunks, *, model: str, numbered: bool
@@ -63,6 +78,9 @@ class EventStream:
             include_usage=plan.include_usage,
         )
         self._meter = UsageMeter(choices)
+        self._client: Attendant | None = None
+        self._plain: Sequence[tuple[str, str]] = ()
+        """Of each choice, what is around its text in every event to come; empty if that is not all of them."""
 
     async def go_on_from(self, places: Sequence[Place]) -> None:
         """The client has got all events up to there. They are made once more and dropped, so that whatever the next
@@ -95,6 +113,7 @@ class EventStream:
             batch = ()
         await client.send({"type": "http.response.start", "status": 200, "headers": [*HEADERS, *headers]})
         opening = "".join(self._opening())
+        self._client = client
         client.keep_alive(KEEP_ALIVE_NUMBERED if self._numbered else KEEP_ALIVE)
         try:
             while True:
@@ -104,7 +123,8 @@ class EventStream:
                     break
                 if text:
                     await client.send(_body(text.encode()))
-                batch = await reader.next()
+                self._plain = self._around_text()
+                batch = await reader.next(self)
         except PdServeError as error:
             client.stop_keep_alive()
             await client.send(_body(_error_event(self._plan.names.renamed(error)), more=False))
@@ -121,6 +141,32 @@ class EventStream:
             text += (f"id: {END}\n" if self._numbered else "") + self._frame.usage(self._meter.as_json())
         client.stop_keep_alive()
         await client.send(_body(text.encode() + DONE, more=False))
+
+    def ready(self) -> bool:
+        """See Sink."""
+        return self._client is not None and self._client.writable
+
+    def take(self, reader: Reader) -> None:
+        """See Sink. Writes the events that `send` would have written."""
+        assert self._client is not None, "asked before whether it can be"
+        if self._plain:
+            text = ""
+            for index, num_tokens, more in reader.take_texts():
+                self._meter.reached(index, num_tokens)
+                if more:
+                    before, after = self._plain[index]
+                    text += before + encode_text(more) + after
+        else:
+            text = "".join(event for response in reader.take() for event in self._events(response))
+        if text:
+            self._client.write(text.encode())
+
+    def _around_text(self) -> Sequence[tuple[str, str]]:
+        if self._numbered or self._plan.continuous_usage or self._plan.score_only:
+            return ()
+        fields = [chunks.plain for chunks in self._chunks]
+        around = [self._frame.around(index, plain) for index, plain in enumerate(fields) if plain is not None]
+        return around if len(around) == len(fields) else ()
 
     def _opening(self) -> Iterator[str]:
         for index, (place, chunks) in enumerate(zip(self._places, self._chunks, strict=True)):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import hashlib
 import json
@@ -24,6 +25,7 @@ from router.http.chunks import ChatChunks, CompletionChunks
 from router.http.events import MakeChunks
 from router.http.fields import ChatBody, CompletionBody, parse
 from router.http.generation import Choice
+from router.http.known_bodies import known_chats, known_completions
 from router.http.plans import Plan, chat_plan, completion_plan
 from router.http.unsupported import REFUSED_IN_CHAT, REFUSED_IN_COMPLETIONS, check_extra
 from router.http.views import Endpoint, View, Views
@@ -37,11 +39,18 @@ class ChatEndpoint:
 
     kind = "chat"
 
+    def __init__(self) -> None:
+        self._known = known_chats()
+
     def plan(self, value: Mapping[str, Any], core: RouterCore) -> Plan:
         """See Endpoint."""
-        body = parse(ChatBody, value)
-        check_extra(body, REFUSED_IN_CHAT)
-        return chat_plan(body, core)
+
+        def check() -> Plan:
+            body = parse(ChatBody, value)
+            check_extra(body, REFUSED_IN_CHAT)
+            return chat_plan(body, core)
+
+        return self._known.plan(value, core.config, check)
 
     def shape(self, core: RouterCore, plan: Plan) -> AnswerShape:
         """See Endpoint."""
@@ -67,11 +76,18 @@ class CompletionEndpoint:
 
     kind = "completion"
 
+    def __init__(self) -> None:
+        self._known = known_completions()
+
     def plan(self, value: Mapping[str, Any], core: RouterCore) -> Plan:
         """See Endpoint."""
-        body = parse(CompletionBody, value)
-        check_extra(body, REFUSED_IN_COMPLETIONS)
-        return completion_plan(body, core)
+
+        def check() -> Plan:
+            body = parse(CompletionBody, value)
+            check_extra(body, REFUSED_IN_COMPLETIONS)
+            return completion_plan(body, core)
+
+        return self._known.plan(value, core.config, check)
 
     def shape(self, core: RouterCore, plan: Plan) -> AnswerShape:
         """See Endpoint."""
@@ -104,17 +120,21 @@ class GenerateApp:
             plan = self._endpoint.plan(value, core)
             source = Source(self._endpoint.kind, json.dumps(value).encode()) if plan.resumable else None
             generation = core.open(
-                dataclasses.replace(
-                    plan.ask(_digest(scope["path"], value), core.limiter.name_of(*client_of(scope)), source),
-                    client_trace=trace_context.parse(request.headers.get(trace_context.HEADER)),
+                plan.ask(
+                    _digest(scope["path"], value),
+                    core.limiter.name_of(*client_of(scope)),
+                    source,
+                    trace_context.parse(request.headers.get(trace_context.HEADER)),
                 ),
                 received_at=received_at,
                 renamed=lambda prompt_index, error: plan.names_of(prompt_index).renamed(error),
             )
         reader = generation.read(whole=not plan.stream)
-        self._views.note(generation, View(plan, self._endpoint))
-        headers = (_request_id_header(request, plan.request_id),)
         try:
+            # What has been dispatched goes out before anything else is done for this client.
+            await asyncio.sleep(0)
+            self._views.note(generation, View(plan, self._endpoint))
+            headers = (_request_id_header(request, plan.request_id),)
             async with attendant(core, scope, receive, send, reader) as client:
                 await generation.wait_begun()
                 if plan.stream:

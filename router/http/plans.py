@@ -12,6 +12,7 @@ from pdserve.errors import InvalidRequestError, PdServeError
 from pdserve.rpc.codec import grammar_to_proto
 from pdserve.rpc.v1 import common_pb2
 from pdserve.rpc.v1 import inference_pb2 as pb
+from pdserve.telemetry.context import TraceContext
 from pdserve.tokenizer.chat import require_unicode
 from router.core import RouterCore
 from router.generation import NUM_SEEDS, Ask
@@ -50,8 +51,8 @@ class Plan:
     score_only: bool = False
     """The client wants nothing generated. One token is, as nothing less can be asked of workers, and is dropped."""
 
-    def ask(self, digest: bytes, tenant: bytes, source: Source | None) -> Ask:
-        """What the core is to do. `digest` is of the body, `tenant` who has sent it, `source` as in Ask."""
+    def ask(self, digest: bytes, tenant: bytes, source: Source | None, client_trace: TraceContext | None = None) -> Ask:
+        """What the core is to do. `digest` is of the body, `tenant` who has sent it, the others as in Ask."""
         return Ask(
             request_id=self.request_id,
             prompts=self.prompts,
@@ -59,6 +60,7 @@ class Plan:
             resumable=self.resumable,
             digest=digest,
             tenant=tenant,
+            client_trace=client_trace,
             source=source,
         )
 

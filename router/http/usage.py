@@ -13,6 +13,15 @@ from router.stream import Summary
 class UsageMeter:
     """Counts while output comes. A prompt counts once, however many choices it has."""
 
+    __slots__ = (
+        "_firsts",
+        "_num_accepted",
+        "_num_cached_tokens",
+        "_num_output_tokens",
+        "_num_prompt_tokens",
+        "_num_rejected",
+    )
+
     def __init__(self, choices: Sequence[Choice]) -> None:
         first_of_prompt = {choice.prompt_index: choice.index for choice in reversed(choices)}
         self._firsts = frozenset(first_of_prompt.values())

@@ -91,11 +91,16 @@ class PrefixLocations:
 
     async def names(self, token_ids: Sequence[int], salt: str = "") -> PrefixNames:
         """Names of the blocks of these tokens. Long prompts are hashed in a thread."""
-        names = PrefixNames(lambda block_size: self._hasher(block_size).chain(salt), token_ids)
         if len(token_ids) <= HASH_INLINE_TOKENS:
-            _hash(names, self._sizes)
-        else:
-            await asyncio.to_thread(_hash, names, self._sizes)
+            return self.names_now(token_ids, salt)
+        names = self._names(token_ids, salt)
+        await asyncio.to_thread(_hash, names, self._sizes)
+        return names
+
+    def names_now(self, token_ids: Sequence[int], salt: str = "") -> PrefixNames:
+        """As `names`, hashed before it returns: for at most HASH_INLINE_TOKENS."""
+        names = self._names(token_ids, salt)
+        _hash(names, self._sizes)
         return names
 
     def held(self, names: PrefixNames) -> Holdings:
@@ -131,6 +136,9 @@ class PrefixLocations:
                 if matches := source.match(blocks):
                     found = found.or_more(matches.times(size))
         return found
+
+    def _names(self, token_ids: Sequence[int], salt: str) -> PrefixNames:
+        return PrefixNames(lambda block_size: self._hasher(block_size).chain(salt), token_ids)
 
     def _hasher(self, block_size: int) -> BlockHasher:
         hasher = self._hashers.get(block_size)

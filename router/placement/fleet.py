@@ -168,6 +168,10 @@ class Fleet:
             self._row_of[last] = row
         self._cut()
 
+    def row(self, key: WorkerKey) -> int:
+        """Of a worker that is here."""
+        return self._row_of[key]
+
     @property
     def rank(self) -> Indices:
         """Place of each worker in the order of their keys: the last word between equals."""

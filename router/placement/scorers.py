@@ -7,8 +7,7 @@ worker are added up, and workers of different speeds are compared with no furthe
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Final, Protocol
+from typing import Final, NamedTuple, Protocol
 
 import numpy as np
 
@@ -48,13 +47,14 @@ class Room:
     def seconds(self, request: PlacementRequest, fleet: Fleet) -> Floats:
         """See Scorer."""
         used = fleet.pool_used + fleet.pool_per_token * request.max_total_tokens
+        if not len(used) or used[used.argmax()] <= TIGHT:
+            return ROOM_S * (used / (1.0 - used))
         below = np.minimum(used, TIGHT)
         # The line goes on with the slope that the curve has there.
         return ROOM_S * (below / (1.0 - below) + (used - below) / (1.0 - TIGHT) ** 2)
 
 
-@dataclass(frozen=True, slots=True)
-class Prompt:
+class Prompt(NamedTuple):
     """The prompt of a request on each worker, by row."""
 
     lacking: Floats
@@ -91,8 +91,7 @@ def _compute_s(num_tokens: int, lacking: Floats, fleet: Fleet) -> Floats:
     return fleet.prefill_fixed + per_token * lacking
 
 
-@dataclass(frozen=True, slots=True)
-class Prefill:
+class Prefill(NamedTuple):
     """Parts of the time to first token, by row."""
 
     queue_s: Floats

@@ -43,6 +43,7 @@ DRAFTED_BY_MODEL = (table.DRAFT_MODEL_TOKENS,)
 """Moved in test_draft_model.py."""
 FETCHED = (table.FETCHES, table.FETCHED_BYTES)
 STOPPING = (table.DRAINING,)
+CALLED = (table.GRPC_CALLS,)
 TROUBLED = (table.TRANSFER_ERRORS, table.TRANSFER_FALLBACKS)
 CONSTANT = (table.BUILD_INFO, table.BLOCK_TOKENS, table.ENGINE_RANKS)
 STRANGERS = (table.STRANGERS,)
@@ -84,6 +85,7 @@ def test_every_documented_metric_is_moved_by_a_test_of_this_file() -> None:
         DRAFTED_BY_MODEL,
         FETCHED,
         STOPPING,
+        CALLED,
         TROUBLED,
         CONSTANT,
         STRANGERS,
@@ -198,6 +200,30 @@ async def test_fetches_are_counted_at_both_ends(config: Config) -> None:
         assert (await scrape(second)).value("pdserve_worker_fetches_total", outcome="fetched") == 1
         assert (await scrape(second)).value("pdserve_worker_tokens_total", kind="fetched") == 96
         assert (await scrape(first)).value("pdserve_worker_fetches_total", outcome="served") == 1
+
+
+async def test_calls_are_counted_by_method_and_status_once_they_have_ended(config: Config) -> None:
+    async with rig(config) as r:
+        p = r.cluster.prefill[0]
+        async with moving(p, CALLED), grpc.aio.insecure_channel(p.host.info.address) as channel:
+            await worker_pb2_grpc.PrefillWorkerStub(channel).GetStats(pb.GetStatsRequest())
+            with pytest.raises(grpc.aio.AioRpcError):
+                await channel.unary_unary("/made.up.Service/Method")(b"")
+
+            async def counted() -> bool:
+                after = await scrape(p)
+                calls = {
+                    ("PrefillWorker/GetStats", "OK"): 1,
+                    ("unknown", "UNIMPLEMENTED"): 1,
+                    ("PrefillWorker/Session", "OK"): 0,
+                }
+                return all(
+                    after.value("pdserve_worker_grpc_calls_total", method=method, status=status) == number
+                    for (method, status), number in calls.items()
+                )
+
+            await eventually(counted, "both are counted, and not the session that goes on")
+        assert "made.up" not in (await scrape(p)).text
 
 
 async def test_a_worker_that_drains_says_so(config: Config) -> None:

@@ -107,6 +107,36 @@ def test_what_cannot_have_been_measured_changes_nothing() -> None:
     assert (model.coefficients, model.num_observations) == (before, 0)
 
 
+def idle_step_model() -> StepModel:
+    """Of steps that take nothing but what their sequences take: one without any is predicted to take no time."""
+    model = StepModel()
+    for number in range(100):
+        num_sequences = 1 + number % 10
+        # More than in proportion, so that the fixed part would be negative.
+        model.add(100 * num_sequences, num_sequences, 1e-4 * num_sequences**1.5)
+    assert model.coefficients[0] == 0.0
+    assert model.predict(0, 0) == 0.0
+    return model
+
+
+def test_what_was_predicted_to_take_no_time_says_nothing_of_a_change() -> None:
+    model = idle_step_model()
+    for _ in range(10):
+        model.add(0, 0, 0.02)
+    assert 0.0 < model.predict(500, 5) < 0.1
+
+
+def test_a_change_is_found_although_one_of_its_measurements_says_nothing_by_then() -> None:
+    """What is noted of a run is fitted too, and a fit may take the last of a prediction away."""
+    fit = OnlineFit((1.0, 1.0))
+    for _ in range(50):
+        fit.add((1.0, 1.0), 2.0)
+    fit._run = [((1.0, 0.0), 9.0), *[((1.0, 1.0), 20.0)] * 3]
+    fit._coefficients = (0.0, 2.0)
+    fit._begin_again()
+    assert fit.predict((1.0, 1.0)) > 8.0
+
+
 def test_at_least_the_last_token_is_computed() -> None:
     model = PrefillModel()
     assert model.predict(1000, 1000) == model.predict(1000, 999) > 0

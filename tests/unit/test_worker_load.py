@@ -8,11 +8,12 @@ from dataclasses import replace
 import pytest
 
 from pdserve.testing.fake_worker_base import fake_info
-from pdserve.types import Role, WorkerStats
+from pdserve.types import FinishReason, Role, WorkerStats
 from pdserve.worker_info import WorkerInfo
+from router.breaker import MAX_FAILURES
 from router.events import Command, FirstToken, HandedOff, Hello, StepTokens, WorkerEvent, WorkerMessage
 from router.placement import WorkerView
-from router.worker import Charge, PromptCharge, Worker
+from router.worker import Charge, PromptCharge, Worker, WorkerState
 from router.worker_costs import SharedCosts, WorkerCosts
 from router.worker_kinds import WorkerKinds
 
@@ -245,6 +246,62 @@ def test_steps_are_learned_from_those_that_were_new_in_them() -> None:
             seen.report(StepTokens(request_id, 1, index, (7,), None, first_step_s, 0))
     assert seen.worker.costs.step.num_observations == 40
     assert seen.worker.costs.step.predict(20_000, 20) == pytest.approx(0.02, rel=0.05)
+
+
+def test_a_step_with_none_of_our_sequences_says_nothing() -> None:
+    costs = WorkerCosts(info(Role.DECODE), SharedCosts())
+    step = StepTokens("a", 1, 0, (7,), None, 0.01, 0)
+    assert not costs.step_done(step, num_tokens=0, num_sequences=0)
+    assert costs.step.num_observations == 0
+    assert costs.step_done(step, num_tokens=10, num_sequences=1), "it may still be told of with one that has them"
+
+
+def test_a_bug_met_while_learning_ends_its_request_and_not_the_session(monkeypatch: pytest.MonkeyPatch) -> None:
+    bugs: list[Exception] = []
+
+    class Victim(Nobody):
+        def on_bug(self, error: Exception) -> None:
+            bugs.append(error)
+
+    def fail(*args: object, **kwargs: object) -> bool:
+        raise ZeroDivisionError
+
+    seen = Seen(Role.DECODE)
+    seen.worker.attach("a", Victim())
+    seen.worker.charge("a", Charge(held_tokens=10, num_sequences=1))
+    monkeypatch.setattr(WorkerCosts, "step_done", fail)
+    seen.report(StepTokens("a", 1, 0, (7,), None, 0.01, 0))
+    assert [type(bug) for bug in bugs] == [ZeroDivisionError]
+    assert seen.worker.connected
+
+
+class Taken:
+    """A flow that takes everything."""
+
+    def take(self, index: int, token_id: int, num_local_prefill_tokens: int, now: float) -> bool:
+        """See Flow."""
+        return True
+
+
+def test_the_end_of_a_stream_that_ran_before_does_not_wake_a_worker_that_rests(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its first tokens have overtaken the report of its hand-off, with which the request is charged anew."""
+    now = 100.0
+    monkeypatch.setattr("router.worker.time.monotonic", lambda: now)
+    seen = Seen(Role.DECODE)
+    charge = Charge(held_tokens=10, num_sequences=1)
+    seen.add("a", charge)
+    seen.report(StepTokens("a", 1, 1, (7,), None, 0.0, 0))
+    seen.worker.discharge("a")
+    seen.worker.charge("a", charge)
+    seen.worker.flows("a", 1, Taken())
+    for _ in range(MAX_FAILURES):
+        now += 1.0
+        seen.worker.has_failed()
+    assert seen.worker.state is WorkerState.RESTING
+    seen.report(StepTokens("a", 1, 9, (7,), FinishReason.LENGTH, 0.0, 0))
+    assert seen.worker.state is WorkerState.RESTING
 
 
 def test_local_prefill_is_learned_without_the_steps_beside_it() -> None:

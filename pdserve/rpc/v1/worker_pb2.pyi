@@ -138,15 +138,19 @@ class RouterHello(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     ROUTER_ID_FIELD_NUMBER: _builtins.int
+    READS_STEP_BATCH_FIELD_NUMBER: _builtins.int
     router_id: _builtins.str
+    reads_step_batch: _builtins.bool
+    """Whether the router reads DecodeEvents.step. Without it a decode worker sends StepTokens only."""
     def __init__(
         self,
         *,
         router_id: _builtins.str = ...,
+        reads_step_batch: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["router_id", b"router_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["reads_step_batch", b"reads_step_batch", "router_id", b"router_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -756,6 +760,68 @@ class StepTokens(_message.Message):
 Global___StepTokens: _TypeAlias = StepTokens  # noqa: Y015
 
 @_typing.final
+class StepBatch(_message.Message):
+    """Tokens of many requests from one engine step, as lists side by side: entry i of each is of the same request. Only what
+    most steps bring: whatever ends an output, is the first of a request here, or has log-probabilities is a StepTokens.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUEST_IDS_FIELD_NUMBER: _builtins.int
+    ATTEMPTS_FIELD_NUMBER: _builtins.int
+    FIRST_INDICES_FIELD_NUMBER: _builtins.int
+    TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    NUM_TOKENS_FIELD_NUMBER: _builtins.int
+    LOCAL_PREFILL_TOKENS_FIELD_NUMBER: _builtins.int
+    ACCEPTED_DRAFT_TOKENS_FIELD_NUMBER: _builtins.int
+    REJECTED_DRAFT_TOKENS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def request_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """One for each entry, and so are the fields that follow; a request may come twice, its tokens in order."""
+
+    @_builtins.property
+    def attempts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    @_builtins.property
+    def first_indices(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """As StepTokens.first_index."""
+
+    @_builtins.property
+    def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Of all entries, one after the other."""
+
+    @_builtins.property
+    def num_tokens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """How many of token_ids an entry has. Empty: one each."""
+
+    @_builtins.property
+    def local_prefill_tokens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """As the fields of StepTokens. Empty: all are 0."""
+
+    @_builtins.property
+    def accepted_draft_tokens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    @_builtins.property
+    def rejected_draft_tokens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    def __init__(
+        self,
+        *,
+        request_ids: _abc.Iterable[_builtins.str] | None = ...,
+        attempts: _abc.Iterable[_builtins.int] | None = ...,
+        first_indices: _abc.Iterable[_builtins.int] | None = ...,
+        token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        num_tokens: _abc.Iterable[_builtins.int] | None = ...,
+        local_prefill_tokens: _abc.Iterable[_builtins.int] | None = ...,
+        accepted_draft_tokens: _abc.Iterable[_builtins.int] | None = ...,
+        rejected_draft_tokens: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted_draft_tokens", b"accepted_draft_tokens", "attempts", b"attempts", "first_indices", b"first_indices", "local_prefill_tokens", b"local_prefill_tokens", "num_tokens", b"num_tokens", "rejected_draft_tokens", b"rejected_draft_tokens", "request_ids", b"request_ids", "token_ids", b"token_ids"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StepBatch: _TypeAlias = StepBatch  # noqa: Y015
+
+@_typing.final
 class MigrationWanted(_message.Message):
     """This worker would like the stream to go on elsewhere. It goes on here until the router has named a worker."""
 
@@ -916,6 +982,7 @@ class DecodeEvents(_message.Message):
     HELLO_FIELD_NUMBER: _builtins.int
     EVENTS_FIELD_NUMBER: _builtins.int
     STATS_FIELD_NUMBER: _builtins.int
+    STEP_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def hello(self) -> Global___WorkerHello:
         """Set on the first message only."""
@@ -926,16 +993,21 @@ class DecodeEvents(_message.Message):
     def stats(self) -> _common_pb2.WorkerStats:
         """Set on heartbeats."""
 
+    @_builtins.property
+    def step(self) -> Global___StepBatch:
+        """Comes before `events`."""
+
     def __init__(
         self,
         *,
         hello: Global___WorkerHello | None = ...,
         events: _abc.Iterable[Global___DecodeEvent] | None = ...,
         stats: _common_pb2.WorkerStats | None = ...,
+        step: Global___StepBatch | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["hello", b"hello", "stats", b"stats"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["hello", b"hello", "stats", b"stats", "step", b"step"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["events", b"events", "hello", b"hello", "stats", b"stats"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["events", b"events", "hello", b"hello", "stats", b"stats", "step", b"step"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -1,4 +1,4 @@
-"""Counts calls over gRPC by method and status. See `router.http.counting` for the other API."""
+"""Counts calls over gRPC by method and status."""
 
 from __future__ import annotations
 
@@ -20,9 +20,10 @@ _STATUS_BY_NUMBER: Final = {status.value[0]: status.name for status in grpc.Stat
 class CallCountingInterceptor(grpc.aio.ServerInterceptor):
     """In front of what may refuse a call, behind the interceptor that maps errors. Costs nothing per message."""
 
-    def __init__(self) -> None:
+    def __init__(self, usual: str) -> None:
+        """`usual` is the method that matters most, by its short name."""
         # There from the start: otherwise the first increase would not be seen as one.
-        self.counts: Counter[tuple[str, str]] = Counter({("Inference/Generate", grpc.StatusCode.OK.name): 0})
+        self.counts: Counter[tuple[str, str]] = Counter({(usual, grpc.StatusCode.OK.name): 0})
         """Calls that have ended, by method and status."""
 
     async def intercept_service(
