@@ -17,7 +17,7 @@ from pdserve.cli.demo_page import run_page, with_buttons
 from pdserve.cli.options import config_options, json_option, read_config
 from pdserve.cli.printable import printable
 from pdserve.cli.records import generation_record
-from pdserve.cli.signals import catch_stop_signals
+from pdserve.cli.signals import catch_apply_signal, catch_stop_signals
 from pdserve.cli.tables import make_console
 from pdserve.cli.timeline import timeline
 from pdserve.cli.up import curl_line
@@ -85,6 +85,8 @@ def demo(
 
     With --page no prompt is sent: the router's live page has a playground, and buttons that kill workers.
     """
+    # Which reads no file again, but should not die of being asked to.
+    catch_apply_signal()
     config = read_config(config_path, settings, router__listen="127.0.0.1:0", router__local_prefill__max_tokens_ahead=0)
     if config.store.url != EMBEDDED:
         # In a redis that others use, only a name of our own tells our keys from theirs.

@@ -27,3 +27,10 @@ def catch_stop_signals() -> StopRequests:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, requests._note)
     return requests
+
+
+def catch_apply_signal() -> threading.Event:
+    """From now on SIGUSR1 only sets the event: the configuration is to be read again. Call from the main thread."""
+    wanted = threading.Event()
+    signal.signal(signal.SIGUSR1, lambda number, frame: wanted.set())
+    return wanted

@@ -6,17 +6,20 @@ import json
 import shlex
 import shutil
 import sys
+import traceback
 
 import click
 
 from pdserve.cli.options import config_options, json_option, read_config
-from pdserve.cli.signals import catch_stop_signals
+from pdserve.cli.signals import catch_apply_signal, catch_stop_signals
 from pdserve.client import DEFAULT_ADDRESS
 from pdserve.client.access import API_KEY, CA_FILE
-from pdserve.errors import CancelledError
+from pdserve.errors import CancelledError, PdServeError
 from pdserve.launch.cluster import LocalCluster, chosen_format
 from pdserve.launch.process import LineWriter
 from pdserve.store.client import display_url
+
+NO_CHANGE = "nothing to do: everything is as the configuration says"
 
 
 @click.command()
@@ -32,19 +35,40 @@ def up(config_path: str | None, settings: tuple[str, ...], as_json: bool, demo_c
 
     Starts a redis server (unless store.url names one), a router, and the workers that `local` asks for; starts again
     what ends by itself. Ctrl-C or SIGTERM lets running requests finish; a second one does not.
+
+    SIGUSR1 has --config read again: processes that read what has changed are drained and replaced, one at a time.
     """
-    config = read_config(config_path, settings, **({"local__demo_controls": True} if demo_controls else {}))
+    # Before anything else: until then the signal ends the process.
+    wanted = catch_apply_signal()
+    forced = {"local__demo_controls": True} if demo_controls else {}
+    config = read_config(config_path, settings, **forced)
     requests = catch_stop_signals()
     log_format = chosen_format(config, "text" if sys.stderr.isatty() else "json")
     lines = LineWriter(sys.stderr, as_json=log_format == "json")
     cluster = LocalCluster(config, log_format=log_format, sink=lines, progress=lines.tell)
+
+    def apply_again() -> None:
+        if not wanted.is_set():
+            return
+        wanted.clear()
+        try:
+            changed = cluster.apply(read_config(config_path, settings, **forced))
+        except PdServeError as error:
+            lines.tell(f"nothing is changed: {error.message}")
+            return
+        except Exception as error:
+            # A bug of ours, which is no reason to end what serves.
+            lines.tell(f"nothing is changed: {error!r}\n{traceback.format_exc()}")
+            return
+        lines.tell("\n".join(f"{name} differs in {', '.join(keys)}" for name, keys in changed.items()) or NO_CHANGE)
+
     try:
         cluster.start(requests.stopping)
     except CancelledError:
         return 0
     try:
         click.echo(_describe_json(cluster) if as_json else describe(cluster))
-        cluster.supervise(requests.stopping)
+        cluster.supervise(requests.stopping, apply_again)
         lines.tell("stopping: running requests may finish; Ctrl-C again to cut them off")
     finally:
         killed = cluster.stop(hurry=requests.hurry)

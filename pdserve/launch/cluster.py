@@ -17,17 +17,19 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from pdserve.addresses import Reservation, dialable
-from pdserve.client import Client
+from pdserve.client import Client, WorkerState
 from pdserve.client.access import API_KEY, CA_FILE, SYSTEM, Access
 from pdserve.config import Config
+from pdserve.config.change import changed_names, settings_read
 from pdserve.config.deployment import worker_pools
 from pdserve.config.schema import RouterSection
 from pdserve.core_ledger import create_ledger
 from pdserve.errors import CancelledError, ConfigError, PdServeError, StoreError, WorkerLostError
 from pdserve.launch.demo_control import DemoControl
-from pdserve.launch.plan import lends_cores, plan_processes
+from pdserve.launch.plan import ProcessPlan, lends_cores, plan_processes
 from pdserve.launch.process import LineSink, ManagedProcess, StartError
 from pdserve.launch.restart import FIRST_DELAY_S, RestartPolicy
+from pdserve.launch.rollout import Rollout, require_possible
 from pdserve.service import READINESS
 from pdserve.store.embedded import EmbeddedRedis
 from pdserve.store.private_directory import PrivateDirectory
@@ -54,6 +56,10 @@ def chosen_format(config: Config, otherwise: str) -> str:
 
 def _ignore(message: str) -> None:
     """Take no notice of progress."""
+
+
+def _do_nothing() -> None:
+    """Meanwhile."""
 
 
 class LocalCluster:
@@ -88,12 +94,21 @@ class LocalCluster:
         self._access = access or Access.from_environment()
         self._redis: EmbeddedRedis | None = None
         self._processes: dict[str, ManagedProcess] = {}
+        self._plans: dict[str, ProcessPlan] = {}
+        """What the next start of each process will be."""
+        self._rollout: Rollout | None = None
+        self._leaving: dict[ManagedProcess, float] = {}
+        """Processes that drain to be replaced, and when they have had enough time for it."""
+        self._incarnations: dict[str, str] = {}
+        """Of workers that are being replaced: the old ones."""
         self._restarts: dict[str, RestartPolicy] = {}
         self._due: dict[str, float] = {}
         self._demo: DemoControl | None = None
         self._ledger: PrivateDirectory | None = None
         self._killed: set[ManagedProcess] = set()
         """What was killed from the page, until that has been noticed."""
+        self._metrics: list[str] = []
+        """Addresses for metrics of the workers."""
         self._reservations: list[Reservation] = []
         """Ports of the router, and for metrics of the workers, kept for as long as they may be started again."""
         self.listen = ""
@@ -170,12 +185,12 @@ class LocalCluster:
             self._abort()
             raise
 
-    def _require_access(self) -> None:
+    def _require_access(self, config: Config) -> None:
         """Raises ConfigError where the router would not let this process in, which could then never tell when it is
         ready."""
-        if self.config.router.keys_file is not None and self._access.api_key is None:
+        if config.router.keys_file is not None and self._access.api_key is None:
             raise ConfigError(f"{API_KEY}: router.keys_file asks for a key, also of who starts the cluster; set one")
-        if (self.config.tls.public is None) != (self._access.tls is None):
+        if (config.tls.public is None) != (self._access.tls is None):
             raise ConfigError(
                 f"{CA_FILE}: tls.public is set, so this needs the authority of that certificate (`{SYSTEM}` for the "
                 "public ones)"
@@ -184,7 +199,7 @@ class LocalCluster:
             )
 
     def _start(self, stopping: threading.Event) -> None:
-        self._require_access()
+        self._require_access(self.config)
         self._reservations.append(Reservation(self.config.router.listen, "router.listen"))
         self.listen = self._reservations[0].listen
         if (http := reserve_http(self.config.router, self.listen)) is not None:
@@ -205,30 +220,36 @@ class LocalCluster:
         self._reservations += metrics
         if self.config.local.demo_controls:
             self._demo = DemoControl(self._kill_for_demo)
-        plans = plan_processes(
-            self.config,
-            store_url=self.redis_url,
-            router_address=self.listen,
-            http_port=None if self.http_listen is None else int(self.http_listen.rsplit(":", 1)[1]),
-            log_format=self._log_format,
-            metrics_listen=[reservation.listen for reservation in metrics],
-            demo_socket=None if self._demo is None else str(self._demo.path),
-            core_ledger=self._make_ledger(num_workers),
-        )
+        self._metrics = [reservation.listen for reservation in metrics]
+        plans = self._planned(self.config)
         for plan in plans:
+            self._plans[plan.name] = plan
             self._processes[plan.name] = ManagedProcess(plan, self._sink)
             self._restarts[plan.name] = RestartPolicy()
         self._progress("starting " + ", ".join(f"{p.name} (pid {p.pid})" for p in self.processes))
         self._wait_ready(stopping)
 
-    def _make_ledger(self, num_workers: int) -> str | None:
+    def _planned(self, config: Config) -> list[ProcessPlan]:
+        """The processes that there are with `config`, at the addresses that have been reserved."""
+        return plan_processes(
+            config,
+            store_url=self.redis_url,
+            router_address=self.listen,
+            http_port=None if self.http_listen is None else int(self.http_listen.rsplit(":", 1)[1]),
+            log_format=chosen_format(config, self._log_format),
+            metrics_listen=self._metrics,
+            demo_socket=None if self._demo is None else str(self._demo.path),
+            core_ledger=self._ledger_path(config),
+        )
+
+    def _ledger_path(self, config: Config) -> str | None:
         """The file through which workers lend each other their cores; None if they do not."""
-        if not lends_cores(self.config):
+        if not lends_cores(config):
             return None
-        self._ledger = PrivateDirectory()
-        path = self._ledger.path / "cores"
-        create_ledger(path, num_workers)
-        return str(path)
+        if self._ledger is None:
+            self._ledger = PrivateDirectory()
+            create_ledger(self._ledger.path / "cores", len(self._metrics))
+        return str(self._ledger.path / "cores")
 
     def _wait_ready(self, stopping: threading.Event) -> None:
         timeout_s = self.config.local.start_timeout_s
@@ -283,22 +304,29 @@ class LocalCluster:
         named = () if tls.server_name is None else (("grpc.ssl_target_name_override", tls.server_name),)
         return grpc.secure_channel(self.address, tls.credentials(), options=named)
 
-    def supervise(self, stopping: threading.Event) -> None:
+    def supervise(self, stopping: threading.Event, meanwhile: Callable[[], None] = _do_nothing) -> None:
         """Start processes again that have ended, until `stopping` is set: at once after a clean end, with growing
-        delays after others.
+        delays after others. `meanwhile` is called again and again, and may call `apply`.
 
         The embedded redis server is started again at once, empty: workers register again by themselves. Raises
         WorkerLostError when a process ends too often, and StoreError when redis does not come up again.
         """
         while not stopping.wait(POLL_S):
+            meanwhile()
             now = time.monotonic()
             self._revive_redis()
             for name, process in self._processes.items():
                 if name in self._due:
                     if now >= self._due[name]:
                         del self._due[name]
-                        self._processes[name] = ManagedProcess(process.plan, self._sink)
+                        self._processes[name] = ManagedProcess(self._plans[name], self._sink)
                         self._progress(f"{name} started again (pid {self._processes[name].pid})")
+                elif process in self._leaving:
+                    if not process.running:
+                        del self._leaving[process]
+                        self._due[name] = now
+                    elif now > self._leaving[process]:
+                        process.send_signal(signal.SIGKILL)
                 elif process.exit_code == 0:
                     # Told to end, by `pdserve drain` or a signal, which is no failure of its.
                     self._progress(f"{name} has stopped, starting it again")
@@ -309,6 +337,8 @@ class LocalCluster:
                     self._progress(f"{name} was killed from the page\nstarting it again in {FIRST_DELAY_S:g} s")
                     self._due[name] = now + FIRST_DELAY_S
                 elif not process.running:
+                    if self._rollout is not None and self._rollout.failed(name, process.describe_end()):
+                        continue
                     delay = self._restarts[name].ended(now - process.started)
                     if delay is None:
                         raise WorkerLostError(
@@ -316,6 +346,81 @@ class LocalCluster:
                         )
                     self._progress(f"{process.describe_end()}\nstarting {name} again in {delay:g} s")
                     self._due[name] = now + delay
+            if self._rollout is not None:
+                self._rollout.advance(now)
+                if self._rollout.over:
+                    self._rollout = None
+
+    def apply(self, config: Config) -> dict[str, list[str]]:
+        """Take another configuration while `supervise` runs, which from then on drains the processes that read what has
+        changed, and starts them anew, one at a time: prefill workers, decode workers, the router. One that does not get
+        ready with its new settings gets its old ones back, and the rest keep theirs.
+
+        Returns the names of the settings that differ, by process. Raises ConfigError for a change that cannot be made
+        while the cluster runs, or while another one is being made. Call on the thread of `supervise`.
+        """
+        if self._rollout is not None:
+            raise ConfigError("the last change is still being applied; try again when it is over")
+        require_possible(self.config, config)
+        self._require_access(config)
+        plans = {plan.name: plan for plan in self._planned(config)}
+        if plans.keys() != self._plans.keys():
+            # The numbers are the same, so only what names a worker can be another.
+            gone, come = (
+                ", ".join(sorted(names)) for names in (self._plans.keys() - plans, plans.keys() - self._plans)
+            )
+            raise ConfigError(
+                f"worker_id: {gone} would be called {come}, and names cannot change while the cluster runs; leave "
+                "worker_id as it was, or stop the cluster and start it again"
+            )
+        changed = {
+            name: names
+            for name, plan in plans.items()
+            if (names := changed_names(*(settings_read(p.config, p.command) for p in (self._plans[name], plan))))
+        }
+        # Workers before the router: it is the one whose absence is noticed.
+        order = sorted(changed, key=lambda name: plans[name].command == "router")
+        self.config = config
+        self._rollout = Rollout(
+            {name: (self._plans[name], plans[name]) for name in order},
+            self,
+            timeout_s=config.local.start_timeout_s,
+            progress=self._progress,
+        )
+        return changed
+
+    def replace(self, name: str, plan: ProcessPlan) -> None:
+        """Begin to drain a process; what `supervise` starts in its place has `plan`."""
+        process = self._processes[name]
+        self._plans[name] = plan
+        self._incarnations.pop(name, None)
+        if (worker := self._seen(name)) is not None:
+            self._incarnations[name] = worker.info.incarnation
+        if process.running:
+            self._leaving[process] = time.monotonic() + process.plan.drain_timeout_s + STOP_MARGIN_S
+            process.send_signal(signal.SIGTERM)
+        else:
+            self._due[name] = time.monotonic()
+
+    def replaced(self, name: str) -> bool:
+        """Whether what was started after `replace` is ready."""
+        process = self._processes[name]
+        if process.plan is not self._plans[name] or not process.running:
+            return False
+        if process.role == "router":
+            return self._router_ready()
+        worker = self._seen(name)
+        return (
+            worker is not None and worker.state == "ready" and worker.info.incarnation != self._incarnations.get(name)
+        )
+
+    def _seen(self, name: str) -> WorkerState | None:
+        """A worker as the router sees it, if it answers and knows it."""
+        try:
+            with self.connect(timeout_s=1.0) as client:
+                return next((w for w in client.status().workers if w.info.worker_id == name), None)
+        except PdServeError:
+            return None
 
     def _revive_redis(self) -> None:
         if self._redis is None:
@@ -360,14 +465,10 @@ class LocalCluster:
         had to be.
         """
         hurry = hurry or threading.Event()
-        drain_s = {
-            "router": self.config.router.drain_timeout_s,
-            "prefill": self.config.prefill.drain_timeout_s,
-            "decode": self.config.decode.drain_timeout_s,
-        }
         killed: list[str] = []
-        for role, limit_s in drain_s.items():
+        for role in ("router", "prefill", "decode"):
             group = [p for p in self.processes if p.role == role]
+            limit_s = max((p.plan.drain_timeout_s for p in group), default=0.0)
             killed += _stop_group(group, limit_s + STOP_MARGIN_S, hurry)
         self._processes.clear()
         return killed

@@ -30,6 +30,17 @@ class ProcessPlan:
         sections = {str(Role.PREFILL): self.config.prefill, str(Role.DECODE): self.config.decode}
         return sections[self.command].metrics_listen if self.command in sections else None
 
+    @property
+    def drain_timeout_s(self) -> float:
+        """How long it lets its requests finish."""
+        config = self.config
+        timeouts = {
+            "router": config.router.drain_timeout_s,
+            str(Role.PREFILL): config.prefill.drain_timeout_s,
+            str(Role.DECODE): config.decode.drain_timeout_s,
+        }
+        return timeouts[self.command]
+
 
 def plan_processes(
     config: Config,

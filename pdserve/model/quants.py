@@ -114,10 +114,16 @@ def dequantize(tensor: StoredTensor) -> Float32Array:
     Raises ModelLoadError as `check_supported` does.
     """
     check_supported(tensor)
+    return dequantize_blocks(tensor, tensor.data).reshape(tensor.shape)
+
+
+def dequantize_blocks(tensor: StoredTensor, data: UInt8Array) -> Float32Array:
+    """Some blocks of a tensor that is supported, for instance picked rows: `data`, of any shape, as float32
+    [num_blocks, block_elems]."""
     decode = _DECODERS[tensor.type.name]
-    blocks = tensor.data.reshape(-1, tensor.type.block_nbytes)
+    blocks = data.reshape(-1, tensor.type.block_nbytes)
     out = np.empty((len(blocks), tensor.type.block_elems), np.float32)
     step = _CHUNK_ELEMS // tensor.type.block_elems
     for begin in range(0, len(blocks), step):
         out[begin : begin + step] = decode(blocks[begin : begin + step])
-    return out.reshape(tensor.shape)
+    return out

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import sys
@@ -25,6 +26,16 @@ def this_host() -> str:
     return str(untyped.get_node_ip_address())
 
 
+def take_the_priority_of_ray() -> None:
+    """Ray runs workers at a niceness of 15, which is for batch work: what serves must not wait for everything else on
+    the machine. Needs root (CAP_SYS_NICE); else, and where RAY_worker_niceness says what is wanted, nothing changes."""
+    if "RAY_worker_niceness" in os.environ:
+        return
+    with contextlib.suppress(OSError):
+        # Of the raylet, which has started this process.
+        os.setpriority(os.PRIO_PROCESS, 0, os.getpriority(os.PRIO_PROCESS, os.getppid()))
+
+
 class SupervisorActor:
     """Supervises one process on the machine where Ray has put it. All arguments and answers are of plain types."""
 
@@ -33,6 +44,8 @@ class SupervisorActor:
 
         Called again by Ray, with the same arguments, where the actor or its machine was lost.
         """
+        # Before anything is started here, which inherits it.
+        take_the_priority_of_ray()
         self._spec = ProcessSpec.from_json(spec_json)
         self._node_id = ray.get_runtime_context().get_node_id()
         self._host = this_host()

@@ -62,6 +62,8 @@ class RayFleet:
             message = f"--ray-address {address}: no Ray cluster lets us in there: {error}. {_LOGIN_HINT}"
             raise UnavailableError(message) from error
         self._lock: Any = None
+        self._hints: dict[str, str] = {}
+        """Ids of the machines that were proposed for placement groups, which Ray has perhaps not placed yet."""
 
     def close(self) -> None:
         """Disconnect. What was started goes on."""
@@ -150,6 +152,8 @@ class RayFleet:
         """Ask Ray for room and a supervisor. Returns at once. If it is there already, nothing changes."""
         group_name = f"{self._prefix}{name}|{spec.pool}|{spec.role}|{spec.digest}"
         machine = choose_machine(self._machines(), spec.pool, spec.bundle, spec.labels)
+        if machine is not None:
+            self._hints[group_name] = machine.node_id
         group = placement_group(
             [spec.bundle],
             strategy="STRICT_PACK",
@@ -225,9 +229,10 @@ class RayFleet:
         }
         for group in self._groups():
             _, pool, _, _ = group["name"].removeprefix(self._prefix).split("|")
-            for node_id in group.get("bundles_to_node_id", {}).values():
-                if node_id in machines:
-                    place(machines[node_id], pool, _bundle_of(group))
+            placed = [node_id for node_id in group.get("bundles_to_node_id", {}).values() if node_id in machines]
+            hint = self._hints.get(group["name"], "")
+            for node_id in placed or ([hint] if hint in machines else []):
+                place(machines[node_id], pool, _bundle_of(group))
         return list(machines.values())
 
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 from urllib.parse import quote
 
+from pdserve.config.change import fixed_changes
 from pdserve.config.deployment import REDIS_POOL, ROUTER_POOL, Deployment, worker_pools
 from pdserve.errors import ConfigError, NotFoundError
 from pdserve.launch.process import StartError
@@ -17,9 +18,6 @@ from pdserve.ray.spec import ProcessSpec, changed_settings, specs_of
 from pdserve.ray.supervisor import STOP_MARGIN_S, Phase
 
 POLL_S = 0.25
-FIXED = ("cluster", "store.url", "model", "engine.kind", "engine.dtype", "engine.weights", "tls.internal")
-"""Settings that cannot change while the deployment runs: half of the processes would not understand the other half."""
-
 Progress = Callable[[str], None]
 
 
@@ -111,7 +109,8 @@ class Launcher:
         for wave in waves:
             self._remove([action for action in wave if isinstance(action, Remove)], None)
             created = [action for action in wave if isinstance(action, Create)]
-            for action in created:
+            # What needs most of a machine chooses first, or small ones spread so that none has room for it.
+            for action in sorted(created, key=lambda action: specs[action.pool].size, reverse=True):
                 self._progress(f"{action.name}: starting")
                 self._fleet.create(action.name, specs[action.pool], options)
             self._wait_ready([action.name for action in created], start_s)
@@ -248,13 +247,7 @@ def _wanted(deployment: Deployment) -> list[WantedPool]:
 
 
 def _check_fixed(old: Deployment, new: Deployment) -> None:
-    changed = []
-    for path in FIXED:
-        before, after = old.model_dump(mode="json"), new.model_dump(mode="json")
-        for part in path.split("."):
-            before, after = before[part], after[part]
-        if before != after:
-            changed.append(path)
+    changed = fixed_changes(old, new)
     if old.store.url == "embedded" and old.deployment.redis != new.deployment.redis:
         changed.append("deployment.redis")
     if changed:

@@ -21,6 +21,7 @@ class _RedisProcess:
     def __init__(self, settings: str) -> None:
         # An unlinked file: the server never blocks on a full pipe, and nothing is left to remove.
         self._log = tempfile.TemporaryFile()  # noqa: SIM115
+        self._said = ""
         self._popen = subprocess.Popen(  # noqa: S603
             # Settings come through standard input, so that the password stands in no list of processes.
             [*launcher_command(), str(find_server()), "-"],
@@ -57,14 +58,16 @@ class _RedisProcess:
             self._popen.wait(timeout_s)
         except subprocess.TimeoutExpired:
             return False
+        if not self._log.closed:
+            size = self._log.seek(0, os.SEEK_END)
+            self._log.seek(max(0, size - 2000))
+            self._said = self._log.read().decode(errors="replace").strip()
+            self._log.close()
         return True
 
     def describe_end(self) -> str:
-        """See Child."""
-        size = self._log.seek(0, os.SEEK_END)
-        self._log.seek(max(0, size - 2000))
-        output = self._log.read().decode(errors="replace").strip() or "no output"
-        return f"redis ended with exit code {self.exit_code}: {output}"
+        """See Child. After `wait`."""
+        return f"redis ended with exit code {self.exit_code}: {self._said or 'no output'}"
 
 
 class RedisMaker:

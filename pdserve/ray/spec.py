@@ -5,12 +5,13 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Self
 
 from pdserve import __version__
 from pdserve.config import Config
+from pdserve.config.change import changed_names, settings_read
 from pdserve.config.deployment import REDIS_POOL, Deployment, Pool, router_pool, worker_pools
 
 HEAD_RESOURCE = "node:__internal_head__"
@@ -49,6 +50,11 @@ class ProcessSpec:
         return {name: amount for name, amount in amounts.items() if amount > 0}
 
     @property
+    def size(self) -> tuple[float, ...]:
+        """To compare how hard it is to find room for it."""
+        return self.gpus, sum(self.custom.values()), self.cpus
+
+    @property
     def drain_timeout_s(self) -> float:
         """How long the process lets requests finish."""
         return self.process_config().model_dump()[self.role]["drain_timeout_s"] if self.role != REDIS_POOL else 0.0
@@ -83,8 +89,7 @@ def specs_of(deployment: Deployment) -> dict[str, ProcessSpec]:
 
 def changed_settings(old: ProcessSpec, new: ProcessSpec) -> list[str]:
     """Names of what differs, dotted; without values, which may be secret."""
-    before, after = _flat(json.loads(old.to_json())), _flat(json.loads(new.to_json()))
-    names = sorted(name for name in before.keys() | after.keys() if before.get(name) != after.get(name))
+    names = changed_names(json.loads(old.to_json()), json.loads(new.to_json()))
     return [name.removeprefix("config.") for name in names]
 
 
@@ -93,30 +98,15 @@ def _spec(pool: Pool) -> ProcessSpec:
     engine = pool.config.engine
     if pool.role != "router" and engine.threads is None:
         engine = engine.model_copy(update={"threads": max(1, math.floor(resources.cpus))})
-    tree = pool.config.model_copy(update={"engine": engine}).model_dump(mode="json")
-    # What a process never reads must not make it be replaced.
-    unread = {"local", "router", "prefill", "decode"} - {pool.role}
-    if pool.role == "router":
-        unread |= {"engine", "kv", "transfer"}
     return ProcessSpec(
         pool=pool.name,
         role=pool.role,
-        config={name: value for name, value in tree.items() if name not in unread},
+        config=settings_read(pool.config.model_copy(update={"engine": engine}), pool.role),
         cpus=resources.cpus,
         gpus=resources.gpus,
         custom=dict(resources.custom),
         labels=dict(resources.labels),
     )
-
-
-def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for name, value in tree.items():
-        if isinstance(value, Mapping):
-            found |= _flat(value, f"{prefix}{name}.")
-        else:
-            found[f"{prefix}{name}"] = value
-    return found
 
 
 def indexed(pool: str, taken: Iterable[str]) -> str:

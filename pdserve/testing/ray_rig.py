@@ -14,7 +14,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,7 +24,7 @@ import psutil
 import yaml
 
 from pdserve.addresses import free_port
-from pdserve.client import AsyncClient, Client
+from pdserve.client import AsyncClient, Client, Tls
 from pdserve.errors import PdServeError
 from pdserve.testing.process_cluster import wait_until
 
@@ -45,15 +45,21 @@ _FAST = {
 class RayRig:
     """A Ray cluster with token authentication: a head for router and redis, and nodes for workers."""
 
-    def __init__(self, num_nodes: int, *, cpus: int) -> None:
-        """`cpus` is what each of the nodes claims to have."""
+    def __init__(
+        self, num_nodes: int, *, cpus: int, gpus: int = 0, environment: Mapping[str, str] | None = None
+    ) -> None:
+        """`cpus` and `gpus` are what each of the nodes claims to have, `environment` is further settings of Ray."""
         self.environment = {k: v for k, v in os.environ.items() if not k.startswith(("PDSERVE_", "RAY_"))}
-        self.environment |= {**_FAST, "RAY_AUTH_TOKEN": secrets.token_hex(24)}
+        self.environment |= {**_FAST, "RAY_AUTH_TOKEN": secrets.token_hex(24), **(environment or {})}
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "pdserve.testing.ray_nodes", str(num_nodes), str(cpus)],
+            [sys.executable, "-m", "pdserve.testing.ray_nodes", str(num_nodes), str(cpus), str(gpus)],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=self.environment,
         )  # fmt: skip
-        self.address = str(self._answer()["address"])
+        try:
+            self.address = str(self._answer()["address"])
+        except BaseException:
+            self.shutdown()
+            raise
 
     def add_node(self) -> None:
         """One more."""
@@ -62,6 +68,14 @@ class RayRig:
     def kill_node(self, number: int) -> None:
         """SIGKILL everything of it, as when a machine loses its power."""
         assert self._ask(f"kill {number}")["num_killed"] > 0
+
+    def stop_head(self) -> None:
+        """SIGKILL what the other nodes know the cluster by."""
+        self._ask("stop-head")
+
+    def start_head(self) -> None:
+        """Start it again, where it was."""
+        self._ask("start-head")
 
     def shutdown(self) -> None:
         """End it all."""
@@ -89,9 +103,11 @@ class RayRig:
 
 
 @contextmanager
-def ray_rig(num_nodes: int, *, cpus: int) -> Iterator[RayRig]:
+def ray_rig(
+    num_nodes: int, *, cpus: int, gpus: int = 0, environment: Mapping[str, str] | None = None
+) -> Iterator[RayRig]:
     """Ends every process of the cluster, however the test ends."""
-    rig = RayRig(num_nodes, cpus=cpus)
+    rig = RayRig(num_nodes, cpus=cpus, gpus=gpus, environment=environment)
     try:
         yield rig
     finally:
@@ -110,7 +126,7 @@ class Deployment:
             "model": {"path": str(model)},
             "engine": {"kind": "torch", "threads": 1},
             "kv": {"num_blocks": 256},
-            "router": {"listen": "127.0.0.1:0", "max_attempts": 20, "worker_wait_s": 90.0},
+            "router": {"listen": "127.0.0.1:0", "max_attempts": 20, "worker_wait_s": 90.0, "resume_s": 60.0},
             # Prompts are computed by prefill workers.
             "decode": {"local_prefill_tokens_per_step": 0, "drain_timeout_s": 20.0},
             # A worker of a busy test machine is slow long before it is dead.
@@ -137,11 +153,21 @@ class Deployment:
             node[leaf] = value
         self._path.write_text(yaml.safe_dump(self.tree))
 
-    def run(self, *arguments: str, codes: Sequence[int] = (0,)) -> subprocess.CompletedProcess[str]:
-        """`pdserve ...` to its end. Raises AssertionError if its exit code is none of `codes`."""
+    def run(
+        self, *arguments: str, codes: Sequence[int] = (0,), environment: Mapping[str, str] | None = None
+    ) -> subprocess.CompletedProcess[str]:
+        """`pdserve ...` on the Ray cluster to its end. Raises AssertionError if its exit code is none of `codes`."""
+        return self.run_beside(
+            *arguments, "--ray-address", self._rig.address, codes=codes, environment=environment or {}
+        )
+
+    def run_beside(
+        self, *arguments: str, codes: Sequence[int] = (0,), environment: Mapping[str, str]
+    ) -> subprocess.CompletedProcess[str]:
+        """The same for commands that know nothing of Ray, with more variables of the environment."""
         done = subprocess.run(
-            [sys.executable, "-m", "pdserve", *arguments, "--ray-address", self._rig.address, "-c", str(self._path)],
-            capture_output=True, text=True, env=self._rig.environment, timeout=2 * START_S,
+            [sys.executable, "-m", "pdserve", *arguments, "-c", str(self._path)],
+            capture_output=True, text=True, env={**self._rig.environment, **environment}, timeout=2 * START_S,
         )  # fmt: skip
         assert done.returncode in codes, f"{arguments}: exit code {done.returncode}\n{done.stdout}\n{done.stderr}"
         return done
@@ -154,8 +180,12 @@ class Deployment:
     @property
     def address(self) -> str:
         """host:port of the router."""
-        (router,) = (process for process in self.status().values() if process["role"] == "router")
-        return str(router["addresses"]["grpc"])
+        (address,) = self.addresses()
+        return address
+
+    def addresses(self) -> list[str]:
+        """Those of all routers."""
+        return [str(p["addresses"]["grpc"]) for p in self.status().values() if p["role"] == "router"]
 
     def wait_ready(self, what: str, check: Callable[[dict[str, dict[str, Any]]], bool] = lambda found: True) -> None:
         """Until everything is ready, and `check` of the status holds."""
@@ -176,6 +206,7 @@ class Load:
     expected: dict[int, tuple[int, ...]] = field(default_factory=dict)
     num_done: int = 0
     failures: list[str] = field(default_factory=list)
+    tls: Tls | None = None
 
     def learn(self, reference: Callable[[list[list[int]]], list[tuple[int, ...]]]) -> None:
         """What the streams must say, from somebody else."""
@@ -193,7 +224,7 @@ class Load:
             over.set()
             thread.join(START_S)
         assert not thread.is_alive(), "streams hang"
-        assert self.failures == []
+        assert not self.failures, "; ".join(self.failures)
 
     def wait_for_more(self, number: int) -> None:
         """Until so many more streams are complete."""
@@ -201,7 +232,8 @@ class Load:
         wait_until(lambda: self.num_done >= before + number or bool(self.failures), "streams complete", START_S)
 
     async def _run(self, num_streams: int, over: threading.Event) -> None:
-        async with AsyncClient(self.address, timeout_s=START_S) as client, asyncio.TaskGroup() as group:
+        client = AsyncClient(self.address, timeout_s=START_S, tls=self.tls)
+        async with client, asyncio.TaskGroup() as group:
             for first in range(num_streams):
                 group.create_task(self._stream(client, first, over))
 

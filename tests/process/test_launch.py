@@ -62,10 +62,11 @@ def config(settings: dict[str, Any]) -> Config:
 class Up:
     """A running `pdserve up --json`."""
 
-    def __init__(self, settings: dict[str, Any]) -> None:
+    def __init__(self, settings: dict[str, Any], *arguments: str) -> None:
         environment = {k: v for k, v in os.environ.items() if not k.startswith("PDSERVE_")}
+        overrides = (f"--set={k}={v}" for k, v in settings.items())
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "pdserve", "up", "--json", *(f"--set={k}={v}" for k, v in settings.items())],
+            [sys.executable, "-m", "pdserve", "up", "--json", *arguments, *overrides],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -111,8 +112,8 @@ class Up:
 
 
 @contextmanager
-def running(settings: dict[str, Any]) -> Iterator[Up]:
-    up = Up(settings)
+def running(settings: dict[str, Any], *arguments: str) -> Iterator[Up]:
+    up = Up(settings, *arguments)
     try:
         yield up
     finally:
@@ -217,6 +218,72 @@ def test_a_worker_that_is_killed_comes_back(settings: dict[str, Any]) -> None:
         (told,) = (e["msg"] for e in entries if "decode-0 was killed by SIGKILL" in e["msg"])
         # Of what decode-0 has written, which is there already, only the end is repeated.
         assert len(told.splitlines()) <= 5
+
+
+def test_a_changed_file_is_applied_one_process_at_a_time_and_a_bad_one_is_taken_back(
+    settings: dict[str, Any], tmp_path: Path
+) -> None:
+    """Nobody who is served meanwhile notices any of it."""
+    file = tmp_path / "deployment.yaml"
+    file.write_text("decode: {max_batch_size: 7}")
+    failures: list[str] = []
+    over = threading.Event()
+    with running(settings, f"--config={file}") as up, socket.create_server(("127.0.0.1", 0)) as taken:
+        report = up.wait_ready()
+
+        def pids() -> dict[str, int]:
+            return {
+                role: p.pid for p in up.descendants() for role in ("router", "prefill", "decode") if role in p.cmdline()
+            }
+
+        def apply(text: str, until: str) -> str:
+            """What was said of it."""
+            before = len(up.stderr)
+            file.write_text(text)
+            up.process.send_signal(signal.SIGUSR1)
+            wait_for(lambda: until in up.stderr[before:] or up.process.poll() is not None, until, READY_TIMEOUT_S)
+            assert until in up.stderr[before:]
+            return up.stderr[before:]
+
+        def load() -> None:
+            with Client(report["address"], timeout_s=60) as client:
+                while not over.is_set():
+                    try:
+                        client.generate("Once", max_tokens=4, ignore_eos=True)
+                    except PdServeError as error:
+                        failures.append(error.message)
+                        return
+
+        thread = threading.Thread(target=load)
+        thread.start()
+        try:
+            first = pids()
+            assert "nothing to do" in apply("decode: {max_batch_size: 7}", "as the configuration says")
+            said = apply("decode: {max_batch_size: 9}", "every process has the new configuration")
+            assert "decode-0 differs in decode.max_batch_size" in said
+            second = pids()
+            assert {role for role in first if first[role] != second[role]} == {"decode"}
+            for text, what in (
+                ("decode: {max_batch_sise: 9}", "decode.max_batch_sise"),
+                ("cluster: other", "cluster"),
+                ("local: {decode_workers: 2}", "decode=1 to prefill=1, decode=2"),
+                # A worker that is alone has its id as its name, without a number.
+                ("decode: {worker_id: decode}", "decode-0 would be called decode"),
+            ):
+                assert "nothing is changed: " in apply(text, what)
+            assert pids() == second
+            # Found only by the process itself. It gets back what it had.
+            apply(f"decode: {{metrics_listen: '127.0.0.1:{taken.getsockname()[1]}'}}", "gets its old settings back")
+            wait_for(lambda: "decode" in pids(), "it is started again", READY_TIMEOUT_S)
+            said = apply("decode: {max_batch_size: 9}", "as the configuration says")
+            with Client(report["address"], timeout_s=60) as client:
+                assert client.generate("Once", max_tokens=4, ignore_eos=True).usage.completion_tokens == 4
+        finally:
+            over.set()
+            thread.join()
+        assert failures == []
+        up.process.send_signal(signal.SIGTERM)
+        assert up.wait() == 0, up.stderr
 
 
 def test_a_redis_that_is_killed_comes_back_and_serving_goes_on(settings: dict[str, Any]) -> None:

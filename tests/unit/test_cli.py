@@ -13,7 +13,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 
 import click
@@ -24,8 +24,8 @@ from pdserve.cli.main import COMMANDS, LazyGroup, cli, main
 from pdserve.cli.timeline import bar_cells
 from pdserve.cli.up import describe
 from pdserve.client import GenerateOptions
-from pdserve.config import load_config
-from pdserve.errors import PromptTooLongError
+from pdserve.config import Config, load_config
+from pdserve.errors import ConfigError, PromptTooLongError
 from pdserve.launch.cluster import LocalCluster
 from pdserve.rpc.v1 import common_pb2
 from pdserve.rpc.v1 import inference_pb2 as pb
@@ -162,6 +162,52 @@ def test_what_up_suggests_to_try_works_and_is_repeatable(router: FakeRouter, cap
     assert by_library.sampling.HasField("temperature")
     assert (by_command.sampling.temperature, by_command.stop.max_tokens) == (0, 64)
     assert by_command.sampling.HasField("temperature")
+
+
+@pytest.mark.parametrize("command", ["up", "demo"])
+def test_a_reload_that_comes_before_the_configuration_is_read_does_not_end_it(
+    command: str, monkeypatch: pytest.MonkeyPatch, capsys: CapturedOutput
+) -> None:
+    handlers: list[object] = []
+
+    def look(*args: object, **kwargs: object) -> None:
+        handlers.append(signal.getsignal(signal.SIGUSR1))
+        raise ConfigError("that is all")
+
+    before = signal.signal(signal.SIGUSR1, signal.SIG_DFL)
+    monkeypatch.setattr(f"pdserve.cli.{command}.read_config", look)
+    try:
+        assert main([command]) == 2
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert "that is all" in capsys.readouterr().err
+    (handler,) = handlers
+    assert callable(handler) and handler is not signal.SIG_DFL
+
+
+def test_what_goes_wrong_while_a_file_is_applied_again_is_told_and_changes_nothing(
+    monkeypatch: pytest.MonkeyPatch, capsys: CapturedOutput
+) -> None:
+    def apply(cluster: LocalCluster, config: Config) -> dict[str, list[str]]:
+        raise ZeroDivisionError("a bug")
+
+    def supervise(cluster: LocalCluster, stopping: threading.Event, meanwhile: Callable[[], None]) -> None:
+        signal.raise_signal(signal.SIGUSR1)
+        meanwhile()
+
+    for name, function in {"apply": apply, "supervise": supervise, "start": lambda *_: None}.items():
+        monkeypatch.setattr(LocalCluster, name, function)
+    monkeypatch.setattr("pdserve.cli.up.describe", lambda _: "ready")
+    caught = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+    before = {number: signal.getsignal(number) for number in caught}
+    try:
+        assert main(["up", "--set", "log.format=text"]) == 0
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    said = capsys.readouterr().err
+    assert "nothing is changed: ZeroDivisionError('a bug')" in said
+    assert "in apply_again" in said
 
 
 def test_generate_streams_text_and_nothing_else_to_stdout(router: FakeRouter, capsys: CapturedOutput) -> None:

