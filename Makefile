@@ -47,11 +47,15 @@ demo: $(RUNTIME) ## Run a cluster on this machine and send it a few prompts
 # Tests start hundreds of processes, each of which would compile all that it imports.
 test test-chaos test-clients test-gpu: export PYTHONDONTWRITEBYTECODE =
 
+# All but unit and component tests.
+OTHERS := --ignore tests/unit --ignore tests/component
+
 test: $(DEV) ## Run the whole test suite (no GPU needed)
 # Tests often wait, so others share the cores meanwhile. What asks how long something takes has them alone.
 	$(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder tests/unit tests/component
-	$(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not alone" --ignore tests/unit --ignore tests/component
-	$(BIN)/pytest -m alone --ignore tests/unit --ignore tests/component
+	$(BIN)/pytest -n 3 --dist loadfile --no-loadscope-reorder -m "not quiet and not alone" $(OTHERS)
+	$(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder -m quiet $(OTHERS)
+	$(BIN)/pytest -m alone $(OTHERS)
 
 check: $(DEV) ## Run formatter, linters, type checker and generated-code check
 	$(BIN)/ruff format --check .

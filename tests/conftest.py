@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import gc
 import os
 import signal
@@ -17,6 +18,10 @@ from pdserve.testing.side_by_side import place_of, whole_of
 # Triton decides at its import whether kernels are compiled, for a GPU, or interpreted. Others import it, too.
 if not Path("/dev/nvidiactl").exists():
     os.environ["TRITON_INTERPRET"] = "1"
+
+# Models of tests are too small for several threads: they would wait for each other, and for those of another test
+# process, in loops. Before numpy and torch are imported. Engines set what their configuration says.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # How long one example takes says more about the machine than about the code; the time limit of a test is pytest's.
 settings.register_profile("pdserve", deadline=None)
@@ -59,6 +64,6 @@ def pytest_collection_finish() -> None:
     settle()
 
 
-def pytest_unconfigure() -> None:
-    """Triton's bindings print a page about objects that are left when the interpreter ends."""
-    gc.unfreeze()
+# Triton's bindings print a page about objects that are left when the interpreter ends. Not before: pytest collects
+# garbage twice when it has run.
+atexit.register(gc.unfreeze)

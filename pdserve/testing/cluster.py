@@ -24,8 +24,9 @@ Worker = PrefillService | DecodeService
 def test_config(redis_url: str, cluster: str, **sections: dict[str, object]) -> Config:
     """A configuration for workers in a test: free ports, short times, `sections` on top."""
     tree: dict[str, dict[str, object]] = {
-        # Computes in float32 on the weights as they are, which is what tokens are compared with.
-        "engine": {"kind": "torch"},
+        # Computes in float32 on the weights as they are, which is what tokens are compared with. On several threads,
+        # which wait for each other in loops, small models are slower.
+        "engine": {"kind": "torch", "threads": 1},
         "store": {"url": redis_url, "lease_ttl_s": 2.0, "poll_s": 0.05},
         "health": {"heartbeat_s": 0.2, "peer_timeout_s": 1.5},
         "prefill": {"drain_timeout_s": 5.0},

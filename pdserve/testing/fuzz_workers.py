@@ -168,6 +168,9 @@ class WorkerScripts:
             commit = request_to_proto(Commit(reserve.id, grant.nonce, (7,)))
             said.put_nowait(seal(commit if rng.random() < 0.5 else self._fuzzer.altered(commit)))
             said.put_nowait(None)
+            # The status comes after all messages, and only to those who read them.
+            while await link.read() is not grpc.aio.EOF:
+                continue
             return problem(await link.code(), await link.details() or "", "a hand-off")
         except grpc.aio.AioRpcError:
             # The worker has ended the link, which it may.

@@ -21,11 +21,16 @@ LONGEST = (
     "tests/component/test_cpu_quality.py",
     "tests/component/test_cpu_loader.py",
     "tests/unit/test_handoff_model.py",
+    "tests/chaos/test_lost_ranks.py",
+    "tests/chaos/test_matrix.py",
     "tests/process/test_launch.py",
     "tests/chaos/test_http_fuzz.py",
     "tests/process/test_cpu_exactness.py",
     "tests/process/test_ray.py",
     "tests/process/test_prefix_fetch.py",
+    "tests/process/test_takeover.py",
+    "tests/process/test_rolling_restart.py",
+    "tests/chaos/test_kill.py",
 )
 """Modules that take 20 s or more. They come first, so that none of them is all that is left at the end."""
 

@@ -26,7 +26,7 @@ from pdserve.testing.reference import check_greedy, greedy_reference
 from pdserve.testing.tiny_models import make_tiny_kv
 from pdserve.testing.waiting import eventually
 
-pytestmark = [pytest.mark.alone, pytest.mark.chaos, pytest.mark.timeout(1200)]
+pytestmark = [pytest.mark.quiet, pytest.mark.chaos, pytest.mark.timeout(1200)]
 
 NUM_STREAMS = 8
 NUM_TOKENS = 300

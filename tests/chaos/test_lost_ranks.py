@@ -30,7 +30,7 @@ from pdserve.testing.ranks import GONE_S, wait_gone
 from pdserve.testing.reference import check_greedy, generate
 from pdserve.testing.tiny_models import TinyOptions, TinyShape, make_tiny_kv
 
-pytestmark = [pytest.mark.alone, pytest.mark.chaos, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.chaos, pytest.mark.timeout(900)]
 
 PROMPTS = [[5, 6, 7], list(range(10, 50)), [9] * 17]
 START_S = 240.0

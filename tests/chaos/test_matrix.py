@@ -20,7 +20,7 @@ from pdserve.testing.chaos_load import Asks
 from pdserve.testing.chaos_report import summary, table, write_run
 from pdserve.testing.tiny_models import make_tiny_kv
 
-pytestmark = [pytest.mark.alone, pytest.mark.chaos, pytest.mark.timeout(7200)]
+pytestmark = [pytest.mark.chaos, pytest.mark.timeout(7200)]
 
 SHORT = [
     Cell("prefill", "kill", "prefilling", "seeded"),

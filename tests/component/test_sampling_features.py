@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, GenerationConfig
+from transformers import AutoModelForCausalLM, GenerationConfig, LogitsProcessorList
 
 from pdserve.client import AsyncClient, Generation, TokenLogprobs
 from pdserve.config import Config
@@ -102,33 +102,30 @@ def log_softmax(reference: Any, tokens: Sequence[int]) -> Logits:
     return result
 
 
-def greedy_loop(
+def greedy_with(
     reference: Any, prompt: Sequence[int], edit: Callable[[Logits, list[int]], None]
 ) -> tuple[list[int], bool]:
     """Greedy tokens where `edit` changes the logits, given the output so far; and whether no step was a near tie."""
-    output: list[int] = []
-    clear = True
-    with torch.inference_mode():
-        for _ in range(NUM_TOKENS):
-            logits = reference(torch.tensor([[*prompt, *output]])).logits[0, -1].double().numpy().copy()
-            edit(logits, output)
-            second, best = np.argsort(logits)[-2:]
-            clear &= bool(logits[best] - logits[second] >= MIN_GAP)
-            output.append(int(best))
-    return output, clear
+
+    def edited(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        logits = scores[0].double().numpy().copy()
+        edit(logits, ids[0, len(prompt) :].tolist())
+        return torch.from_numpy(logits)[None]
+
+    return reference_output(reference, prompt, logits_processor=LogitsProcessorList([edited]))
 
 
-def repetition_reference(reference: Any, prompt: Sequence[int], penalty: float) -> tuple[list[int], bool]:
-    """What transformers itself generates."""
+def reference_output(reference: Any, prompt: Sequence[int], **options: Any) -> tuple[list[int], bool]:
+    """What transformers itself generates, and whether no step was a near tie."""
     reference.generation_config = GenerationConfig(pad_token_id=0)  # type: ignore[no-untyped-call]
     found = reference.generate(
         torch.tensor([list(prompt)]),
         attention_mask=torch.ones((1, len(prompt)), dtype=torch.long),
         do_sample=False,
-        repetition_penalty=penalty,
         max_new_tokens=NUM_TOKENS,
         output_scores=True,
         return_dict_in_generate=True,
+        **options,
     )
     best = torch.stack(found.scores)[:, 0].topk(2).values
     return found.sequences[0, len(prompt) :].tolist(), bool((best[:, 0] - best[:, 1] >= MIN_GAP).all())
@@ -155,9 +152,9 @@ async def test_penalties_count_the_right_tokens_cold_and_with_a_cached_prefix(
         "frequency": {"frequency_penalty": 1.0},
     }[kind]
     expected = [
-        repetition_reference(reference, p, 1.3)
+        reference_output(reference, p, repetition_penalty=1.3)
         if kind == "repetition"
-        else greedy_loop(reference, p, presence if kind == "presence" else frequency)
+        else greedy_with(reference, p, presence if kind == "presence" else frequency)
         for p in prompts
     ]
     clear = [i for i, (_, is_clear) in enumerate(expected) if is_clear]

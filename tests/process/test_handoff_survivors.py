@@ -33,7 +33,7 @@ from pdserve.testing.kv_store import NumpyBlockStore
 from pdserve.testing.waiting import eventually
 from pdserve.types import DecodeTarget, HandoffId, Role
 
-pytestmark = pytest.mark.alone
+pytestmark = pytest.mark.quiet
 
 FREE_WITHIN_S = {signal.SIGKILL: 1.0, signal.SIGSTOP: 5.0}
 """docs/failure-modes.md."""

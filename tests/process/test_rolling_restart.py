@@ -21,7 +21,7 @@ from pdserve.testing.process_cluster import CALL_TIMEOUT_S, READY_TIMEOUT_S, Pro
 from pdserve.testing.reference import greedy_reference
 from pdserve.types import Role
 
-pytestmark = [pytest.mark.alone, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.quiet, pytest.mark.timeout(240)]
 
 NUM_STREAMS = 16
 NUM_TOKENS = 150

@@ -19,7 +19,7 @@ from pdserve.launch.plan import ProcessPlan
 from pdserve.launch.process import ManagedProcess
 from pdserve.testing.process_cluster import ProcessCluster, wait_until
 
-pytestmark = [pytest.mark.alone, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.quiet, pytest.mark.timeout(180)]
 
 PEER_TIMEOUT_S = 3.0
 """Also the lease of a router."""
@@ -42,6 +42,7 @@ class Router:
     """One more router of the cluster."""
 
     def __init__(self, cluster: ProcessCluster, name: str, **settings: Any) -> None:
+        """Starts it; `wait_ready` before it is used."""
         port = free_port("127.0.0.1:0", "router.listen")
         self.address = f"127.0.0.1:{port}"
         own = {"router.listen": self.address, "router.http_port": 0, "router.router_id": name, **settings}
@@ -50,12 +51,10 @@ class Router:
             overrides=cluster.settings | own | {"store.url": cluster.local.redis_url, "log.format": "json"},
         )
         self.process = ManagedProcess(ProcessPlan(name=name, command="router", config=config), lambda who, line: None)
-        try:
-            with Client(self.address, timeout_s=5.0) as client:
-                wait_until(lambda: self._ready(client), f"{name} is ready", 60.0)
-        except BaseException:
-            self.stop()
-            raise
+
+    def wait_ready(self) -> None:
+        with Client(self.address, timeout_s=5.0) as client:
+            wait_until(lambda: self._ready(client), f"{self.process.name} is ready", 60.0)
 
     def _ready(self, client: Client) -> bool:
         assert self.process.running, self.process.describe_end()
@@ -72,17 +71,26 @@ class Router:
             raise AssertionError(f"{self.process.name} did not stop")
 
 
+@pytest.fixture(scope="module")
+def second(cluster: ProcessCluster) -> Iterator[Router]:
+    """Nothing happens to this one."""
+    router = Router(cluster, "second")
+    try:
+        yield router
+    finally:
+        router.stop()
+
+
 @pytest.fixture
-def routers(cluster: ProcessCluster) -> Iterator[tuple[Router, Router]]:
+def routers(cluster: ProcessCluster, second: Router) -> Iterator[tuple[Router, Router]]:
     first = Router(cluster, "first", **{"router.drain_timeout_s": 0.2})
     try:
-        second = Router(cluster, "second")
-        try:
-            yield first, second
-        finally:
-            second.stop()
+        first.wait_ready()
+        second.wait_ready()
+        yield first, second
     finally:
         first.stop()
+    assert second.process.running, second.process.describe_end()
     cluster.assert_quiet()
 
 

@@ -19,16 +19,16 @@ from pdserve.engine.cpu.isa import selected_isa
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 QUICK = {
-    "api.py": ("--quick", "--only", "latency"),
+    "api.py": ("--quick", "--only", "latency,http,grpc"),
     "cpu_engine.py": ("--quick", "--peers", "none", "--only", "load"),
     "gpu.py": ("--quick",),
     "kv_transfer.py": ("--quick", "--only", "tcp"),
     "observability.py": ("--quick", "--only", "metrics"),
-    "router.py": ("--quick", "--only", "index,decision,hashing"),
+    "router.py": ("--quick", "--only", "index,decision,hashing,idle"),
     "serving.py": ("--quick", "--only", "ttft"),
     "techniques.py": ("--quick", "--only", "copying"),
 }
-"""The fastest way through each script."""
+"""The fastest way through each script that has all the parts that tests ask for."""
 
 needs_cpu_engine = pytest.mark.skipif(selected_isa() is None, reason="the CPU engine does not run on this CPU")
 
@@ -105,10 +105,8 @@ def test_kv_transfer_reports_tcp_against_bare_sockets(quick: Callable[[str], Qui
     assert 0.01 < figures["tcp_speed"]["value"] < 100
 
 
-def test_api_counts_the_router_s_time_for_tokens_that_come_one_by_one() -> None:
-    figures = {
-        f["name"]: f for f in json.loads(run("api.py", "--json", "--quick", "--only", "http,grpc").stdout)["figures"]
-    }
+def test_api_counts_the_router_s_time_for_tokens_that_come_one_by_one(quick: Callable[[str], Quick]) -> None:
+    figures = quick("api.py").figures()
 
     for api, bar in (("http", ">= 5000"), ("grpc", ">= 8000")):
         speed = figures[f"{api}_tokens_per_core_s"]
@@ -119,10 +117,8 @@ def test_api_counts_the_router_s_time_for_tokens_that_come_one_by_one() -> None:
         assert 0.5 < figures[f"{api}_tokens_per_event"]["value"] < 50
 
 
-def test_router_compares_few_workers_with_many() -> None:
-    figures = {
-        f["name"]: f for f in json.loads(run("router.py", "--json", "--quick", "--only", "idle").stdout)["figures"]
-    }
+def test_router_compares_few_workers_with_many(quick: Callable[[str], Quick]) -> None:
+    figures = quick("router.py").figures()
 
     assert figures["request_cpu_over_few_workers"]["value"] < 10
     assert figures["idle_cpu_per_worker"]["value"] < 100

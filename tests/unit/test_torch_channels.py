@@ -14,10 +14,14 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
+import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kv_transfer.copying import CheckedCopy
+from kv_transfer.copying import portion as portion_of
 from kv_transfer.messages import LinkId
+from kv_transfer.process_memory import pieces_of
 from kv_transfer.transports.torch_channel import DECODE_RANK, PREFILL_RANK, Buffer, Channel, PairError
 from kv_transfer.transports.torch_envelope import ALIVE, ENVELOPE_NBYTES, Envelope, unpack
 from kv_transfer.transports.torch_gloo import GlooChannel, gloo_group
@@ -25,8 +29,9 @@ from kv_transfer.transports.torch_join import GLOO, NCCL, abilities, choose_back
 from kv_transfer.transports.torch_nccl import AnnouncedChannel, abort_within
 from kv_transfer.transports.torch_rendezvous import PairStore, pair_name, reach_store
 from kv_transfer.transports.torch_send_flow import write_envelope
-from kv_transfer.transports.torch_staging import Gather, scatter
+from kv_transfer.transports.torch_staging import Gather
 
+PREFIX = bytes(range(56))
 SIZES = st.lists(st.integers(0, 40), max_size=8)
 
 
@@ -48,9 +53,13 @@ def test_gathering_gives_the_concatenation_in_portions(sizes: list[int], portion
 def test_scattering_in_portions_fills_the_pieces_in_order(sizes: list[int], portion: int) -> None:
     data = np.random.default_rng(2).integers(0, 256, sum(sizes), dtype=np.uint8)
     pieces = [bytearray(size) for size in sizes]
+    views = [memoryview(piece) for piece in pieces]
+    copy = CheckedCopy(PREFIX, len(data))
     for offset in range(0, len(data), portion):
-        scatter(data[offset : offset + portion], [memoryview(piece) for piece in pieces], offset)
+        message = data[offset : offset + portion]
+        copy.add(pieces_of([message.data]), portion_of(pieces_of(views), offset, len(message)))
     assert b"".join(pieces) == data.tobytes()
+    assert copy.digest() == xxhash.xxh3_64_intdigest(PREFIX + data.tobytes())
 
 
 def test_an_envelope_survives_the_wire_and_other_bytes_are_none() -> None:
