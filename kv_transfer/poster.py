@@ -154,7 +154,7 @@ class ChunkPoster:
         self._num_naks = 0
         self._progress = self._watch()
         failed = self._lane_failed = asyncio.get_running_loop().create_future()
-        posting = asyncio.ensure_future(self._post_chunks(lane))
+        posting = asyncio.ensure_future(self._post_chunks(lane, failed))
         try:
             await asyncio.wait((posting, failed), return_when=asyncio.FIRST_COMPLETED)
             return failed.result() if failed.done() else posting.result()
@@ -162,8 +162,9 @@ class ChunkPoster:
             posting.cancel()
             await asyncio.wait((posting,))
 
-    async def _post_chunks(self, lane: Lane) -> str:
-        while True:
+    async def _post_chunks(self, lane: Lane, failed: asyncio.Future[str]) -> str:
+        # A chunk that comes back is due at once, before the transport that is given up for it is left.
+        while not failed.done():
             self._work.clear()
             choice = self._next_chunk(time.monotonic())
             if choice is None:
@@ -185,6 +186,7 @@ class ChunkPoster:
             finally:
                 self._is_posting = False
             self._counters.frame(lane.name, frame.chunk.payload_nbytes)
+        return failed.result()
 
     def _next_chunk(self, now: float) -> tuple[Handoff, int] | None:
         """The first sendable chunk of the oldest hand-off that has one, if there is credit for it.

@@ -83,7 +83,9 @@ class Push:
     """Chunks whose source the transport may still read (or, one-sided, whose destination it may still write)."""
     acked: int = 0
     reposts: tuple[tuple[int, int], ...] = ()
-    """(seq, how often it had to be posted again over the transport in use)."""
+    """(seq, how often it was refused and had to be posted again)."""
+    repeats: tuple[tuple[int, int], ...] = ()
+    """(seq, how often it was posted again over the transport in use because it had not arrived)."""
     first_tokens: tuple[int, ...] | None
     """Set once the caller has asked for the commit."""
     commit_sent: bool = False

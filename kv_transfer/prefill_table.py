@@ -58,8 +58,8 @@ from kv_transfer.table import InvalidTransition
 from pdserve.errors import InvalidRequestError
 
 MAX_REPOSTS = 3
-"""Over one transport. A chunk that is refused after so many repeats ends the hand-off. One that is missing is not
-posted again after so many: whether its transport is to blame shows by time, and the next one then carries it."""
+"""A chunk that is refused after so many ends the hand-off. One that is missing is not posted again over its transport
+after so many: whether that is to blame shows by time, and the next one then carries it."""
 MAX_RESTARTS = 3
 """A hand-off that lost its link more often ends, so that a peer that breaks every link cannot hold it for ever."""
 
@@ -164,25 +164,29 @@ def _advance(offer: Offer, push: Push, now: float) -> Result:
     return state, (Send(Commit(offer.id, push.nonce, push.first_tokens)),)
 
 
-def _repost(s: Holding, seqs: tuple[int, ...], reason: str, now: float) -> Result:
-    """Back to Pushing for chunks that have to go again.
+def _refused_chunk(s: Holding, seq: int, reason: str, now: float) -> Result:
+    """Back to Pushing for a chunk that has to go again, unless it was refused too often."""
+    counts = dict(s.push.reposts)
+    counts[seq] = counts.get(seq, 0) + 1
+    if counts[seq] > MAX_REPOSTS:
+        message = f"chunk {seq} was refused {counts[seq]} times, last: {reason}"
+        return _give_up(s, Failure(code="handoff_failed", message=message), now)
+    return _repost(s, replace(s.push, reposts=tuple(sorted(counts.items()))), (seq,), reason, now)
+
+
+def _repost(s: Holding, push: Push, seqs: tuple[int, ...], reason: str, now: float) -> Result:
+    """Back to Pushing, with `push`, for chunks that have to go again.
 
     Not over a one-sided transport: D may have what it misses by now, commit, and give the blocks to somebody else
     before the second copy lands in them.
     """
-    if s.push.one_sided:
+    if push.one_sided:
         message = f"chunks {list(seqs)} cannot be written again over a one-sided transport: {reason}"
         return _give_up(s, Failure(code="handoff_failed", message=message), now)
-    counts = dict(s.push.reposts)
-    posted = s.push.posted
+    posted = push.posted
     for seq in seqs:
-        counts[seq] = counts.get(seq, 0) + 1
         posted &= ~(1 << seq)
-        if counts[seq] > MAX_REPOSTS:
-            message = f"chunk {seq} was refused {counts[seq]} times, last: {reason}"
-            return _give_up(s, Failure(code="handoff_failed", message=message), now)
-    push = replace(s.push, posted=posted, reposts=tuple(sorted(counts.items())), progress_at=now)
-    return Pushing(offer=s.offer, push=push), ()
+    return Pushing(offer=s.offer, push=replace(push, posted=posted, progress_at=now)), ()
 
 
 def _renew_if_short(s: Holding, now: float) -> tuple[Push, tuple[PrefillAction, ...]]:
@@ -265,7 +269,7 @@ def _is_out(s: Holding, seq: int) -> bool:
 
 
 def _nak(s: Holding, e: ChunkNak, now: float) -> Result:
-    return _repost(s, (e.seq,), e.reason, now) if e.nonce == s.push.nonce and _is_out(s, e.seq) else (s, ())
+    return _refused_chunk(s, e.seq, e.reason, now) if e.nonce == s.push.nonce and _is_out(s, e.seq) else (s, ())
 
 
 def _missing(s: Committing, e: CommitNack, now: float) -> Result:
@@ -274,11 +278,13 @@ def _missing(s: Committing, e: CommitNack, now: float) -> Result:
     Repeats that got lost as well must not end the hand-off before the transport is given up, which takes longer; after
     MAX_REPOSTS of them it waits for that, or for the deadline of the commit.
     """
-    counts = dict(s.push.reposts)
+    counts = dict(s.push.repeats)
     seqs = tuple(seq for seq in e.missing_seqs if _is_out(s, seq) and counts.get(seq, 0) < MAX_REPOSTS)
     if e.nonce != s.push.nonce or not seqs:
         return s, ()
-    return _repost(s, seqs, "it did not arrive", now)
+    counts |= {seq: counts.get(seq, 0) + 1 for seq in seqs}
+    push = replace(s.push, repeats=tuple(sorted(counts.items())))
+    return _repost(s, push, seqs, "it did not arrive", now)
 
 
 def _committed_before(s: Reserving, e: CommitAck, now: float) -> Result:
@@ -379,8 +385,8 @@ def _change_transport(s: Reserving, e: TransportChanged, now: float) -> Result:
 
 
 def _post_again(s: Holding, e: TransportChanged, now: float) -> Result:
-    """Go on from the last good chunk. Does not count as a repost: the chunks are not to blame. Nor do reposts over
-    the last transport count any more.
+    """Go on from the last good chunk. Does not count as a repost: the chunks are not to blame. What the last
+    transport has swallowed does not count against the next.
 
     A chunk whose source is still being read is not sendable before SourceFree.
     """
@@ -388,7 +394,7 @@ def _post_again(s: Holding, e: TransportChanged, now: float) -> Result:
         # As in `_repost`: on the Commit that is out D may take over what has arrived, and give its blocks away.
         message = "chunks that a Commit has followed cannot be written again over a one-sided transport"
         return _give_up(s, Failure(code="handoff_failed", message=message), now)
-    push = replace(s.push, posted=s.push.acked, reposts=(), one_sided=e.one_sided, progress_at=now)
+    push = replace(s.push, posted=s.push.acked, repeats=(), one_sided=e.one_sided, progress_at=now)
     if isinstance(s, Committing) and push.all_posted:
         return replace(s, push=push), ()
     return _advance(s.offer, push, now)

@@ -107,8 +107,8 @@ def _check_leg(parties: Parties, w: World, leg: int) -> None:
         raise Violation(f"patience: leg {leg} ends because of what is no more than late")
     match state:
         case ps.Pushing(push=push) | ps.Committing(push=push):
-            if any(count > parties.scenario.max_repeats for _, count in push.reposts):
-                raise Violation(f"limit: posted again (chunk, times) {push.reposts}")
+            if any(count > parties.scenario.max_repeats for _, count in push.reposts + push.repeats):
+                raise Violation(f"limit: posted again (chunk, times) {push.reposts}, {push.repeats}")
         case ps.Done():
             if not committed:
                 raise Violation(f"outcome: leg {leg} is Done but D never committed it")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import os
 import socket
 import threading
@@ -468,9 +469,12 @@ async def test_links_leave_no_file_descriptor_and_no_thread() -> None:
     async with decode_worker(info=d_info, config=config) as d:
         await use_links(20)
         await eventually(lambda: d.receiver.stats.num_links == 0, "the links have ended", 5)
+        # What only waits for the garbage collector is no leak.
+        gc.collect()
         fds, threads = num_descriptors(), threading.active_count()
         await use_links(200)
         await eventually(lambda: d.receiver.stats.num_links == 0, "the links have ended", 5)
         await eventually(lambda: threading.active_count() <= threads, "no thread is left", 5)
+        gc.collect()
         await eventually(lambda: num_descriptors() <= fds + 5, "no descriptor is left", 5)
         assert d.receiver.stats.transports["tcp"].num_frames == 440

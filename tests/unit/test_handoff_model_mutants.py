@@ -140,8 +140,8 @@ def test_mutant_fence_that_only_flushes_is_caught(num_chunks: int) -> None:
 
 
 def test_mutant_second_write_over_a_one_sided_transport_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    def write_again(s: ps.Committing, seqs: tuple[int, ...], reason: str, now: float) -> Any:
-        return ps.Pushing(offer=s.offer, push=replace(s.push, posted=0)), ()
+    def write_again(s: ps.Committing, push: ps.Push, seqs: tuple[int, ...], reason: str, now: float) -> Any:
+        return ps.Pushing(offer=s.offer, push=replace(push, posted=0)), ()
 
     monkeypatch.setattr(prefill_table, "_repost", write_again)
     assert caught(Scenario(legs=ONE, transports=ONE_SIDED)).startswith("write")
@@ -301,7 +301,7 @@ def test_mutant_hand_off_that_ends_for_want_of_a_swallowed_chunk_is_caught(monke
     """The transport could still be replaced, and the next one would bring it."""
 
     def count_as_refused(s: ps.Committing, e: CommitNack, now: float) -> Any:
-        return prefill_table._repost(s, e.missing_seqs, "it did not arrive", now)
+        return prefill_table._refused_chunk(s, e.missing_seqs[0], "it did not arrive", now)
 
     put_handler(monkeypatch, prefill_table, CommitNack, COMMITTING, count_as_refused)
     scenario = Scenario(legs=ONE, transports=(False, False), timeouts=False, renewals=True, must_succeed=True)
