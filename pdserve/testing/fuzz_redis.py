@@ -77,6 +77,8 @@ class RedisFuzzer:
         await self._put(self._keys.worker(name), stored)
         with contextlib.suppress(ResponseError):  # the index is something else now
             await self._redis.zadd(self._keys.workers, {name: time.time() * 1000 + TTL_MS})
+        if await self._redis.pttl(self._keys.workers) == -1:  # there was no index just then
+            await self._redis.pexpire(self._keys.workers, TTL_MS)
 
     async def announcement(self) -> None:
         """An entry in the stream of a worker, or something in place of the stream, of the set, or of the index."""
