@@ -114,7 +114,7 @@ class PlannedChunk:
     """One sequence's part in a step: compute `token_ids` from position `start` on and, if `draws`, draw output token
     number `output_index`, also for each of `forks`.
 
-    Nobody changes it. That it is not frozen makes it three times as fast to make, which is done for every token.
+    Nobody changes it. It is not frozen because that takes longer to make, and one is made for every token.
     """
 
     key: HandoffId

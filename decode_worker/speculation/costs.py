@@ -54,41 +54,36 @@ class StepCosts:
         if num_more == 0:
             kind.plain_s += SMOOTHING * (min(step_s, WORST * kind.plain_s) - kind.plain_s)
             return
-        expected = self._ratio(kind, num_more)
+        expected = _ratios(kind, num_more)[-1]
         ratio = min(step_s / kind.plain_s, WORST * expected)
         known = kind.ratios.get(num_more)
         kind.ratios[num_more] = ratio if known is None else known + SMOOTHING * (ratio - known)
         kind.measured[num_more] = kind.num_steps
 
     def ratio(self, num_sequences: int, num_context_tokens: int, num_more: int) -> float | None:
-        """How many times as long as a plain step one with `num_more` drafted tokens is expected to take; None if no
-        plain step of this kind was measured."""
+        """How many times as long as a plain step one with `num_more` drafted tokens, one at least, is expected to take;
+        None if no plain step of this kind was measured."""
         kind = self._kinds.get(_key(num_sequences, num_context_tokens))
-        return None if kind is None else self._ratio(kind, num_more)
+        return None if kind is None else _ratios(kind, num_more)[-1]
 
     def ratios(self, num_sequences: int, num_context_tokens: int, most: int) -> list[float] | None:
         """`ratio` of 1, 2, ... `most` drafted tokens."""
         kind = self._kinds.get(_key(num_sequences, num_context_tokens))
-        if kind is None:
-            return None
-        ratios, below, base = list[float](), 0, 1.0
-        for number in range(1, most + 1):
-            known = kind.ratios.get(number)
-            if known is not None and kind.num_steps - kind.measured[number] <= FORGET_AFTER:
-                ratios.append(known)
-            else:
-                ratios.append(max(base, 1.0) + GUESS_PER_TOKEN * (number - below))
-            if known is not None:
-                below, base = number, known
-        return ratios
+        return None if kind is None else _ratios(kind, most)
 
-    def _ratio(self, kind: _Kind, num_more: int) -> float:
-        known = kind.ratios.get(num_more)
-        if known is not None and kind.num_steps - kind.measured[num_more] <= FORGET_AFTER:
-            return known
-        below = max((n for n in kind.ratios if n < num_more), default=0)
-        base = kind.ratios[below] if below else 1.0
-        return max(base, 1.0) + GUESS_PER_TOKEN * (num_more - below)
+
+def _ratios(kind: _Kind, most: int) -> list[float]:
+    """Of 1, 2, ... `most` drafted tokens."""
+    ratios, below, base = list[float](), 0, 1.0
+    for number in range(1, most + 1):
+        known = kind.ratios.get(number)
+        if known is not None and kind.num_steps - kind.measured[number] <= FORGET_AFTER:
+            ratios.append(known)
+        else:
+            ratios.append(max(base, 1.0) + GUESS_PER_TOKEN * (number - below))
+        if known is not None:
+            below, base = number, known
+    return ratios
 
 
 def _key(num_sequences: int, num_context_tokens: int) -> tuple[int, int]:

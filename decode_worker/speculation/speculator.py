@@ -95,8 +95,7 @@ class Speculator:
         """Whether the end of any of these sequences was there before, in it: without that, nothing can be looked up."""
         if self._config.method not in ("auto", "ngram"):
             return False
-        matches = [self._match(sequence) for sequence in sequences]
-        return any(matches)
+        return any(self._match(sequence) is not None for sequence in sequences)
 
     def expects_drafts(self, candidates: Seq[Candidate]) -> bool:
         """Whether something would be drafted for a step of these sequences, as far as can be told now."""

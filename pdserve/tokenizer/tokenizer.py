@@ -80,7 +80,7 @@ class Tokenizer:
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of raw text. Raises InvalidRequestError for text that is not valid Unicode."""
         require_unicode(text, "text")
-        # The form for several texts can do without positions in the text, which take a fifth of the time.
+        # The form for several texts can do without positions in the text, which take time.
         (encoded,) = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         ids: list[int] = encoded.ids
         if add_special_tokens and self.adds_bos and ids[1:2] == [self.bos_token_id]:

@@ -133,8 +133,7 @@ def decode_events_to_proto(
 def decode_batches_to_proto(
     events: Sequence[DecodeEvent], hello: WorkerInfo | None, stats: WorkerStats | None
 ) -> pb.DecodeEvents:
-    """As `decode_events_to_proto`, for routers that read StepBatch: an eighth of the time for each token, at both
-    ends."""
+    """As `decode_events_to_proto`, for routers that read StepBatch, which costs both ends less for each token."""
     batch, others = _batched(events)
     message = pb.DecodeEvents(step=batch) if batch is not None else pb.DecodeEvents()
     if others:
@@ -157,15 +156,13 @@ def _batched(events: Sequence[DecodeEvent]) -> tuple[pb.StepBatch | None, Sequen
     ids_of_others: set[str] = set()
     batch: list[StepTokens] = []
     for event in events:
-        plain = (
+        if (
             isinstance(event, StepTokens)
             and event.finish_reason is None
             and not event.first_step_s
             and not event.logprobs
             and event.id.request_id not in ids_of_others
-        )
-        if plain:
-            assert isinstance(event, StepTokens), "just looked at"
+        ):
             batch.append(event)
         else:
             others.append(event)

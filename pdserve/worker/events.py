@@ -148,7 +148,7 @@ class HandedOff:
     """From the first token to the last byte stored."""
 
 
-# Not frozen, as the others are: there is one for each token, and to make a frozen one takes three times as long.
+# Not frozen, as the others are: there is one for each token, and a frozen one takes longer to make.
 @dataclass(slots=True, kw_only=True)
 class StepTokens:
     """Tokens of one request from one decode step. Nobody changes it."""
