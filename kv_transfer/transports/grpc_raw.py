@@ -80,16 +80,10 @@ class GrpcSender:
             status = grpc_status(await self._call.code(), await self._call.details())
             raise PostError(f"the KvData stream to {self._address} has ended: {status}")
         self._last = frame
-        self._writing = asyncio.create_task(self._write(self._call, frame, data))
+        self._writing = asyncio.create_task(self._write(self._call, data))
 
-    async def _write(self, call: grpc.aio.StreamUnaryCall[bytes, bytes], frame: Frame, data: bytes) -> str | None:
+    async def _write(self, call: grpc.aio.StreamUnaryCall[bytes, bytes], data: bytes) -> str | None:
         """Returns what went wrong."""
-        failure = await self._written(call, data)
-        if failure is not None and not self._fenced:
-            frame.lost(failure)
-        return failure
-
-    async def _written(self, call: grpc.aio.StreamUnaryCall[bytes, bytes], data: bytes) -> str | None:
         try:
             await call.write(data)
         except (grpc.aio.AioRpcError, asyncio.InvalidStateError) as error:

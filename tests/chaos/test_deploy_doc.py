@@ -16,7 +16,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -28,6 +27,7 @@ from pdserve.addresses import free_port
 from pdserve.client import Client
 from pdserve.errors import PdServeError
 from pdserve.testing.process_cluster import wait_until
+from pdserve.testing.ranks import wait_gone
 
 pytestmark = [pytest.mark.chaos, pytest.mark.long, pytest.mark.timeout(1200)]
 
@@ -181,6 +181,5 @@ def test_the_ray_cluster(ray_environment: dict[str, str]) -> None:
     assert "prefill-2" in run(scale, env)
     assert serves("127.0.0.1:50051")
     run(down, env)
-    time.sleep(0.1)
-    assert not any(psutil.pid_exists(process["pid"]) for process in found)
+    wait_gone([process["pid"] for process in found])
     run(status, env, 2)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import socket
 import threading
 from collections.abc import AsyncIterator, Iterator, Sequence
@@ -91,6 +92,16 @@ async def test_chunks_are_offered_without_the_thread_and_every_source_is_given_b
     await eventually(lambda: freed.exactly(*range(50)), "all sources are free")
     assert decode.sink.landed == contents(3, 50) and not decode.sink.refused
     assert of_thread == []
+
+
+async def test_others_have_their_turn_between_offers(decode: Decode) -> None:
+    sender, freed = await decode.sender(at_once=True), Freed()
+    turns: list[None] = []
+    asyncio.get_running_loop().call_soon(turns.append, None)
+    for seq in range(local_sender._MAX_IN_A_ROW):
+        assert not turns
+        await sender.post(chunk_frame(3, seq)[0], freed.of(seq))
+    assert turns
 
 
 @pytest.mark.parametrize("limit", ["_AT_ONCE_NBYTES", "_AT_ONCE_PIECES"])

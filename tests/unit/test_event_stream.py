@@ -14,6 +14,7 @@ import pytest
 from pdserve.errors import PdServeError
 from pdserve.model.source import open_model
 from pdserve.testing.router_rig import make_model
+from pdserve.testing.summaries import summary
 from pdserve.tokenizer import Tokenizer, load_tokenizer
 from pdserve.types import FinishReason, SamplingParams, TokenLogprobs
 from router.http.attendant import Attendant
@@ -22,30 +23,11 @@ from router.http.events import EventStream, MakeChunks
 from router.http.plans import FieldNames, Plan
 from router.output import Ending
 from router.reader import Reader
-from router.stream import OutputLog, Summary
-from router.timeline import Phases
+from router.stream import OutputLog
 from router.validation import CheckedRequest, GenerationSpec, TextInput
 
 PIECES = ("the", " ", "", "é", "日本", '"quoted"', "\n", "\\", "\u2028", "\x00", "🌶", "</s>", "<tool")
-ZERO = Phases(
-    tokenize_s=0, queue_s=0, prefill_s=0, transfer_s=0, handover_s=0, decode_s=0, ttft_s=0, tpot_s=0, fetch_s=0
-)
-SUMMARY = Summary(
-    ending=Ending(FinishReason.STOP, stop_token_id=2),
-    phases=ZERO,
-    num_prompt_tokens=3,
-    num_output_tokens=9,
-    num_cached_tokens=1,
-    num_fetched_tokens=0,
-    prefill_worker="p0",
-    decode_worker="d0",
-    transport="grpc",
-    kv_bytes=0,
-    num_attempts=1,
-    num_migrations=0,
-    num_local_prefill_tokens=0,
-    estimate=None,
-)
+SUMMARY = summary(9, Ending(FinishReason.STOP, stop_token_id=2), num_cached_tokens=1)
 
 
 class Client:

@@ -56,6 +56,9 @@ CHATS = [
 TEXTS = ["one", "two\n", "\u00fcber", [1, 2, 3], ["a", "b"]]
 
 
+TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
+
+
 def alike(plan: Plan) -> Plan:
     """Without what is drawn anew for each."""
     prompts = tuple(
@@ -142,6 +145,17 @@ def test_of_parameters_that_were_seen_only_the_prompt_is_looked_at(
         (CompletionEndpoint, {"prompt": "x", "max_tokens": 1}, {"prompt": "x", "max_tokens": True}),
         (CompletionEndpoint, {"prompt": "x", "top_p": 1}, {"prompt": "x", "top_p": "1"}),
         (CompletionEndpoint, {"prompt": "x", "n": 2}, {"prompt": "x", "n": 2.0}),
+        # What goes together with the prompt.
+        (
+            ChatEndpoint,
+            {"messages": [*chat("x"), {"role": "assistant", "content": "y"}], "continue_final_message": True},
+            {"messages": [*chat("x"), {"role": "assistant", "content": ""}], "continue_final_message": True},
+        ),
+        (
+            ChatEndpoint,
+            {"messages": chat("x"), "tools": TOOLS},
+            {"messages": chat("x" * (CONFIG.max_prompt_bytes - 10)), "tools": TOOLS},
+        ),
     ],
 )
 def test_what_is_wrong_is_still_refused_in_the_same_words(

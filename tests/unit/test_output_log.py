@@ -8,34 +8,10 @@ import random
 import pytest
 
 from pdserve.errors import CancelledError, InvalidRequestError, OverloadedError, PdServeError, WorkerLostError
-from pdserve.types import FinishReason, TokenLogprobs
-from router.output import Ending
+from pdserve.testing.summaries import summary
+from pdserve.types import TokenLogprobs
 from router.reader import Reader, Response
-from router.stream import OutputLog, Summary
-from router.timeline import Phases
-
-PHASES = Phases(
-    tokenize_s=0, queue_s=0, prefill_s=0, transfer_s=0, handover_s=0, decode_s=0, ttft_s=0, tpot_s=0, fetch_s=0
-)
-
-
-def summary(num_tokens: int) -> Summary:
-    return Summary(
-        ending=Ending(FinishReason.LENGTH),
-        phases=PHASES,
-        num_prompt_tokens=3,
-        num_output_tokens=num_tokens,
-        num_cached_tokens=0,
-        num_fetched_tokens=0,
-        prefill_worker="p0",
-        decode_worker="d0",
-        transport="grpc",
-        kv_bytes=0,
-        num_attempts=1,
-        num_migrations=0,
-        num_local_prefill_tokens=0,
-        estimate=None,
-    )
+from router.stream import OutputLog
 
 
 def logprobs(*token_ids: int) -> list[TokenLogprobs]:

@@ -9,6 +9,7 @@ import pytest
 
 from pdserve.config import Config, load_config
 from pdserve.errors import ConfigError
+from pdserve.launch.cluster import LocalCluster
 from pdserve.launch.plan import ProcessPlan
 from pdserve.launch.rollout import Rollout, require_possible
 
@@ -85,9 +86,18 @@ def test_only_the_end_of_the_one_in_question_ends_it() -> None:
 
 
 @pytest.mark.parametrize(
-    "settings", [{"engine__attention_window": 128}, {"engine__attention_sinks": 8}, {"kv__dtype": "int8"}]
+    "settings",
+    [
+        {"engine__attention_window": 128},
+        {"engine__attention_sinks": 8},
+        {"kv__dtype": "int8"},
+        {"router__listen": "127.0.0.1:7"},
+        {"router__http_port": 7},
+        {"router__router_id": "r"},
+        {"local__demo_controls": True},
+    ],
 )
-def test_what_workers_compute_cannot_change_meanwhile(settings: dict[str, object]) -> None:
+def test_what_is_fixed_cannot_change_meanwhile(settings: dict[str, object]) -> None:
     (name,) = (name.replace("__", ".") for name in settings)
     for old, new in ((config_of(), config_of(**settings)), (config_of(**settings), config_of())):
         with pytest.raises(ConfigError, match=f"{name}: cannot change while the cluster runs"):
@@ -111,3 +121,11 @@ def test_the_codec_changes_in_steps_in_which_old_and_new_workers_understand_each
     # Whatever stands there already is not what a change of something else is refused for.
     apart = {"transfer__codec": "int8"}
     require_possible(config_of(**apart), config_of(**apart, kv__num_blocks=9))
+
+
+def test_a_change_waits_for_the_end_of_the_last_one() -> None:
+    config = config_of()
+    cluster = LocalCluster(config)
+    cluster._rollout = Rollout({}, cluster, timeout_s=1.0, progress=lambda _: None)
+    with pytest.raises(ConfigError, match="still being applied"):
+        cluster.apply(config)
