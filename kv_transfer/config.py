@@ -44,7 +44,8 @@ class TransferConfig:
     stall_timeout_s: float = 5.0
     """Limit without an acknowledgement while chunks are out."""
     commit_timeout_s: float = 5.0
-    """Limit for a Commit without progress; after it the outcome is unknown and the router decides."""
+    """Limit for a Commit without progress, but never under twice `chunk_timeout_s`; after it the outcome is unknown and
+    the router decides."""
     quarantine_s: float = 10.0
     """Age at which quarantined blocks are freed by fencing their link (one-sided transports only)."""
     tombstone_s: float = 120.0

@@ -106,26 +106,16 @@ class Frame:
         return self._header
 
     @property
-    def fields(self) -> bytes:
-        """The header before its checksum, for who copies the payload and takes that at the same time."""
-        return _pack(self.chunk)
-
-    @property
     def nbytes(self) -> int:
         """Header and payload."""
         return HEADER_NBYTES + self.chunk.payload_nbytes
 
     def join(self) -> bytes:
         """One contiguous copy, for transports that need it. After this the source is not read again."""
-        fields = self.fields
+        fields = _pack(self.chunk)
         data, digest = joined(fields, HEADER_NBYTES, pieces_of(self.payload))
-        fill_in(data, whole_header(fields, digest))
+        fill_in(data, fields + _HASH.pack(digest))
         return data
-
-
-def whole_header(fields: bytes, digest: int) -> bytes:
-    """The header with its checksum, which is that of `fields` and the payload."""
-    return fields + _HASH.pack(digest)
 
 
 def _pack(header: ChunkHeader) -> bytes:

@@ -17,8 +17,7 @@ from torch.distributed import Work
 from kv_transfer.transports.torch_envelope import ENVELOPE_NBYTES
 
 MESSAGE_NBYTES = 1 << 20
-"""Most payload of one message. When a peer is killed in the middle of a large one, gloo often notices by its time-out
-only."""
+"""Most payload of one message."""
 NUM_BUFFERS = 8
 """Messages under way at each side. Two would hide the copies; more ride out a peer that is scheduled late."""
 

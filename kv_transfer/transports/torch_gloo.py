@@ -19,10 +19,14 @@ from kv_transfer.transports.torch_channel import Buffer, PairError, PointToPoint
 from kv_transfer.transports.torch_envelope import ENVELOPE_NBYTES
 
 _NUM_TAGS = 1 << 16
+"""Of messages, and as many of their ends, which need tags of their own: gloo ends the process when bytes come where
+none are expected."""
+_NOTHING = torch.empty(0, dtype=torch.uint8)
 
 
 class GlooChannel:
-    """See `Channel`. A message is one gloo message: gloo lets it be shorter than what the receiver has posted."""
+    """See `Channel`. A message is one gloo message, which may be shorter than what the receiver has posted, and its end
+    another one; see GlooMessage."""
 
     def __init__(self, group: PointToPoint, peer: int) -> None:
         self._group = group
@@ -34,27 +38,35 @@ class GlooChannel:
         """Ordinary memory."""
         return Buffer.allocate()
 
-    def send(self, buffer: Buffer, nbytes: int) -> GlooPending:
+    def send(self, buffer: Buffer, nbytes: int) -> GlooMessage:
         """See `Channel`."""
-        return self.send_tensor(buffer.tensor[: ENVELOPE_NBYTES + nbytes])
+        end = _NUM_TAGS + self._num_sent % _NUM_TAGS
+        return GlooMessage(self.send_tensor(buffer.tensor[: ENVELOPE_NBYTES + nbytes]), self._send(_NOTHING, end))
 
-    def recv(self, buffer: Buffer) -> GlooPending:
+    def recv(self, buffer: Buffer) -> GlooMessage:
         """See `Channel`."""
-        return self.recv_tensor(buffer.tensor)
+        end = _NUM_TAGS + self._num_received % _NUM_TAGS
+        return GlooMessage(self.recv_tensor(buffer.tensor), self._recv(_NOTHING, end))
 
     def send_tensor(self, tensor: torch.Tensor) -> GlooPending:
         """Start to send a contiguous host tensor as the next message. Raises PairError."""
         tag = self._num_sent % _NUM_TAGS
         self._num_sent += 1
-        try:
-            return GlooPending(self._group.send([tensor], self._peer, tag), tensor)
-        except RuntimeError as error:
-            raise PairError(f"gloo send: {first_line(error)}") from error
+        return self._send(tensor, tag)
 
     def recv_tensor(self, tensor: torch.Tensor) -> GlooPending:
         """Start to receive the next message, which may be shorter, into a contiguous host tensor. Raises PairError."""
         tag = self._num_received % _NUM_TAGS
         self._num_received += 1
+        return self._recv(tensor, tag)
+
+    def _send(self, tensor: torch.Tensor, tag: int) -> GlooPending:
+        try:
+            return GlooPending(self._group.send([tensor], self._peer, tag), tensor)
+        except RuntimeError as error:
+            raise PairError(f"gloo send: {first_line(error)}") from error
+
+    def _recv(self, tensor: torch.Tensor, tag: int) -> GlooPending:
         try:
             return GlooPending(self._group.recv([tensor], self._peer, tag), tensor)
         except RuntimeError as error:
@@ -80,6 +92,23 @@ class GlooPending:
             self.work.wait()
         except RuntimeError as error:
             raise PairError(f"gloo: {first_line(error)}") from error
+
+
+@dataclass(frozen=True, slots=True)
+class GlooMessage:
+    """A message, and one of no bytes behind it.
+
+    When the peer is gone, gloo ends at once all receives that wait, but not that of a message of which a part has come:
+    that one lasts until the time-out. What has no bytes cannot come in part, so its end says what has become of it.
+    """
+
+    message: GlooPending
+    end: GlooPending
+
+    def wait(self) -> None:
+        """See `Pending`."""
+        self.end.wait()
+        self.message.wait()
 
 
 def gloo_group(store: Store, name: str, rank: int, host: str, timeout_s: float) -> PointToPoint:

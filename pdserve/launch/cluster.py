@@ -373,6 +373,10 @@ class LocalCluster:
                 f"worker_id: {gone} would be called {come}, and names cannot change while the cluster runs; leave "
                 "worker_id as it was, or stop the cluster and start it again"
             )
+        # What runs may be older than `self.config`, after a change that was taken back; and pools have settings of
+        # their own.
+        for name, plan in plans.items():
+            require_possible(self._plans[name].config, plan.config)
         changed = {
             name: names
             for name, plan in plans.items()

@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import signal
+import sys
 import threading
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from datetime import timedelta
+from subprocess import PIPE, Popen
 
 import pytest
+import torch
+from torch.distributed import TCPStore
 
+from kv_transfer.transports.torch_channel import Buffer, PairError
+from kv_transfer.transports.torch_gloo import GlooChannel, gloo_group
 from kv_transfer.transports.torch_kind import TORCH
 from kv_transfer.transports.torch_receiver import TorchReceiver
 from pdserve.kv_layout import KvLayout
@@ -73,6 +80,43 @@ async def test_a_prefill_process_that_is_killed_ends_the_pair_at_once() -> None:
             assert time.monotonic() - killed_at < 5, "that was the time-out, not the closed socket"
     assert sink.num_damaged == 0
     assert sink.order == list(range(len(sink.order)))
+
+
+SENDS_A_LARGE_MESSAGE = """
+import sys, torch
+from datetime import timedelta
+from torch.distributed import TCPStore
+from kv_transfer.transports.torch_channel import Buffer
+from kv_transfer.transports.torch_envelope import ENVELOPE_NBYTES
+from kv_transfer.transports.torch_gloo import GlooChannel, gloo_group
+port, nbytes = map(int, sys.argv[1:])
+store = TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=20))
+channel = GlooChannel(gloo_group(store, "pair", 0, "127.0.0.1", 20.0), 1)
+channel.send(Buffer(torch.ones(nbytes, dtype=torch.uint8)), nbytes - ENVELOPE_NBYTES).wait()
+sys.stdin.read()
+"""
+
+
+def test_a_message_of_which_a_part_has_come_ends_with_its_peer_and_not_with_the_time_out() -> None:
+    nbytes, timeout_s = 256 << 20, 20.0
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=timeout_s))
+    command = [sys.executable, "-c", SENDS_A_LARGE_MESSAGE, str(store.port), str(nbytes)]
+    with Popen(command, stdin=PIPE) as process:
+        try:
+            channel = GlooChannel(gloo_group(store, "pair", 1, "127.0.0.1", timeout_s), 0)
+            arriving = torch.zeros(nbytes, dtype=torch.uint8)
+            pending = channel.recv(Buffer(arriving))
+            deadline = time.monotonic() + timeout_s
+            while not arriving[1 << 20]:
+                assert time.monotonic() < deadline, "nothing comes"
+            process.send_signal(signal.SIGKILL)
+            killed_at = time.monotonic()
+            with pytest.raises(PairError):
+                pending.wait()
+        finally:
+            process.kill()
+    assert time.monotonic() - killed_at < timeout_s / 2, "that was the time-out, not the closed socket"
+    assert not arriving[-1], "the whole message had come"
 
 
 async def test_a_prefill_process_that_is_frozen_holds_a_fenced_link_for_one_time_out() -> None:

@@ -303,3 +303,19 @@ async def test_a_stream_that_ends_after_its_last_chunk_was_posted_is_replaced_at
             result = await handoff.commit(7)
         assert result.transport == "grpc+tcp"
         assert d.store.content(d.admission.held[handoff.id]) == p.store.content(range(4))
+
+
+async def test_a_commit_waits_until_a_transport_that_swallowed_the_last_chunk_is_given_up() -> None:
+    p_info, d_info = infos("tcp", "grpc")
+    config = replace(CONFIG_2, commit_timeout_s=0.2, chunk_timeout_s=2.0, stall_timeout_s=5.0)
+    broken = failing(TCP, Failure.SWALLOW, num_good=NUM_BLOCKS - 1)
+    async with (
+        assert_no_leaks(),
+        decode_worker(info=d_info, config=config) as d,
+        prefill_worker(info=p_info, config=config, kinds=[broken]) as p,
+    ):
+        p.store.fill(range(NUM_BLOCKS), seed=1)
+        handoff = p.begin(d.target, range(NUM_BLOCKS))
+        await handoff.reserve()
+        handoff.advance(NUM_BLOCKS * LAYOUT.block_size)
+        assert (await handoff.commit(7)).transport == "tcp+grpc"

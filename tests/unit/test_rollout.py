@@ -129,3 +129,20 @@ def test_a_change_waits_for_the_end_of_the_last_one() -> None:
     cluster._rollout = Rollout({}, cluster, timeout_s=1.0, progress=lambda _: None)
     with pytest.raises(ConfigError, match="still being applied"):
         cluster.apply(config)
+
+
+def test_a_change_is_possible_if_it_is_for_what_runs_after_another_one_was_taken_back() -> None:
+    alone = {"engine__lend_cores": False}
+    plain = config_of(**alone)
+    either = config_of(**alone, transfer__accept_codecs=["none", "int8"])
+    sent = config_of(**alone, transfer__accept_codecs=["none", "int8"], transfer__codec="int8")
+    cluster = LocalCluster(plain)
+    # What `start` would have reserved.
+    cluster.listen, cluster.redis_url = "127.0.0.1:50051", "redis://127.0.0.1:6379"
+    cluster._metrics = ["127.0.0.1:9100", "127.0.0.1:9101"]
+    cluster._plans = {plan.name: plan for plan in cluster._planned(plain)}
+    cluster.apply(either)
+    # Every process has got its old settings back.
+    cluster._rollout = None
+    with pytest.raises(ConfigError, match=r"transfer\.codec, transfer\.accept_codecs: cannot change"):
+        cluster.apply(sent)
