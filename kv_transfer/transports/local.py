@@ -34,9 +34,8 @@ def _offer(context: TransportContext) -> Endpoint:
 def _sending(context: TransportContext, endpoint: Endpoint, target: DecodeTarget, link: LinkId) -> SendingTransport:
     # What could be written in place, and is sent as it lies there, is memory of this process.
     at_once = context.config.codec == "none" and context.store.views((0,), 0, 1) is not None
-    num_pieces = functools.partial(_most_pieces, context.store.layout)
-    peer = f"decode worker {target.worker_id}"
-    return LocalSender(endpoint.attributes, peer, at_once=at_once, num_pieces=num_pieces)
+    num_pieces = functools.partial(_most_pieces, context.store.layout) if at_once else None
+    return LocalSender(endpoint.attributes, f"decode worker {target.worker_id}", num_pieces=num_pieces)
 
 
 def _most_pieces(layout: KvLayout, chunk: ChunkHeader) -> int:

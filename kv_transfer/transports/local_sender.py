@@ -75,15 +75,13 @@ class LocalSender:
         attributes: Mapping[str, str],
         peer: str,
         *,
-        at_once: bool = False,
-        num_pieces: Callable[[ChunkHeader], int] = lambda chunk: 1,
+        num_pieces: Callable[[ChunkHeader], int] | None = None,
     ) -> None:
         """`attributes` are those of the decode worker's endpoint, `peer` names it in messages.
 
-        `at_once`: payloads are memory of this process, which costs nothing to read, if it is in few pieces:
-        `num_pieces` tells how many those of a chunk are at most.
+        `num_pieces`, if payloads are memory of this process, which costs nothing to read where it is in few pieces:
+        how many those of a chunk are at most. None: reading may take its time.
         """
-        self._at_once = at_once
         self._num_pieces = num_pieces
         self._num_in_a_row = 0
         self._num_queued = 0
@@ -154,7 +152,7 @@ class LocalSender:
     def _may_offer_at_once(self, frame: Frame) -> bool:
         """Asks the header only: to look at the payload may be what takes its time."""
         is_idle = self._num_queued == self._num_taken_care_of
-        if not self._at_once or self.mode is not Mode.READ or not is_idle:
+        if self._num_pieces is None or self.mode is not Mode.READ or not is_idle:
             return False
         return frame.nbytes <= _AT_ONCE_NBYTES and self._num_pieces(frame.chunk) <= _AT_ONCE_PIECES
 

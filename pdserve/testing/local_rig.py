@@ -48,7 +48,7 @@ class Decode:
     ) -> LocalSender:
         """A connected prefill side in this process."""
         attributes = self.attributes(link, mode=mode)
-        sender = LocalSender(attributes, "the decode worker", at_once=at_once, num_pieces=num_pieces)
+        sender = LocalSender(attributes, "the decode worker", num_pieces=num_pieces if at_once else None)
         self.senders.append(sender)
         await sender.connect()
         return sender

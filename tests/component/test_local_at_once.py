@@ -225,7 +225,7 @@ async def test_only_pools_that_are_memory_of_this_process_are_offered_at_once(
         monkeypatch.setattr(store, "views", lambda *args: None)
     context = TransportContext(incarnation="p", store=store, config=replace(CONFIG, codec=codec))
     sender = LOCAL.sending(context, HERE, TARGET, LINK)
-    assert isinstance(sender, LocalSender) and sender._at_once is expected
+    assert isinstance(sender, LocalSender) and (sender._num_pieces is not None) is expected
 
 
 @pytest.mark.parametrize("head_cuts", [(), (1,)], ids=["all heads", "some heads"])
@@ -236,7 +236,7 @@ def test_a_header_tells_in_how_many_pieces_a_chunk_lies(head_cuts: tuple[int, ..
     store = HostBlockStore(LAYOUT, np.zeros((10, LAYOUT.num_layers, LAYOUT.layer_nbytes // 4), np.int32))
     context = TransportContext(incarnation="p", store=store, config=CONFIG)
     sender = LOCAL.sending(context, HERE, TARGET, LINK)
-    assert isinstance(sender, LocalSender) and sender._at_once
+    assert isinstance(sender, LocalSender) and sender._num_pieces is not None
     plan = ChunkPlan.make(70, replace(LAYOUT, head_cuts=head_cuts), target_chunk_bytes)
     for seq in range(plan.num_chunks):
         chunk = plan.chunk(seq)
